@@ -22,7 +22,7 @@ from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.episodes.workflow_runner import Gateway
 from areal_jax.evaluation.evaluator import Evaluator
-from areal_jax.evaluation.run import EvalSettings, Progress
+from areal_jax.evaluation.run import EvalSettings, OnProgress
 from areal_jax.models.config import SHAPES
 from areal_jax.observe.evals import append_eval
 from areal_jax.plugin import did_you_mean
@@ -45,7 +45,7 @@ def eval_model_or_run(
     words: Sequence[str] = (),
     limit: int | None = None,
     samples: int = EvalSettings.samples,
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
     *,
     make_gateway: Callable[[], Gateway] | None = None,
 ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def eval_model_or_run(
     `name` is a run's folder, a value of `model.source`, a model's folder or file, or a built-in model size,
     which gets random parameters. `words`: settings that override the config, each `section.key=value`.
     `limit`: number of each task's prompts, None: all; `samples`: sampled completions per prompt, besides a
-    greedy one. `progress`: see `evaluation.run.Progress`; `make_gateway`: see `EvalSettings`. Raises
+    greedy one. `progress`: see `evaluation.run.OnProgress`; `make_gateway`: see `EvalSettings`. Raises
     ArealError if there is no such model or run, or the evaluation is impossible.
     """
     folder = Path(name)
@@ -67,7 +67,7 @@ def eval_model_or_run(
 
 
 def _eval_model(
-    name: str, words: Sequence[str], make_settings: Callable[[Config], EvalSettings], progress: Progress
+    name: str, words: Sequence[str], make_settings: Callable[[Config], EvalSettings], progress: OnProgress
 ) -> dict[str, Any]:
     # Last: the model named on the command line wins.
     config = load_config(DEFAULTS, *words, {"model": model_section(name)})
@@ -81,7 +81,7 @@ def _eval_model(
 
 
 def _eval_run(
-    folder: Path, words: Sequence[str], make_settings: Callable[[Config], EvalSettings], progress: Progress
+    folder: Path, words: Sequence[str], make_settings: Callable[[Config], EvalSettings], progress: OnProgress
 ) -> dict[str, Any]:
     if holder(folder / JOURNAL) is not None:
         os.nice(NICE)  # before jax makes its threads: they inherit it

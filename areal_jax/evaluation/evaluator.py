@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from areal_jax.assembly.parts import make_engine
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.result import RIGHT, TaskResult, overall, task_figures
-from areal_jax.evaluation.run import EvalSettings, Progress, evaluate
+from areal_jax.evaluation.run import EvalSettings, OnProgress, evaluate
 from areal_jax.models.model import Model
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.types import VersionedParams
@@ -32,7 +32,7 @@ class Evaluator:
         self._engine = make_engine(full, model, mesh)
         self.shardings = self._engine.param_shardings
 
-    def figures(self, value: VersionedParams, progress: Progress = lambda *_: None) -> dict[str, Any]:
+    def figures(self, value: VersionedParams, progress: OnProgress = lambda *_: None) -> dict[str, Any]:
         """Evaluates one version and returns its figures as plain values.
 
         `progress(task, "greedy" or "sampled", prompts, prompts done)` is called at the start and as rewards

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,20 +19,26 @@ from typing import Any, NamedTuple
 from areal_jax.config.tree import Config
 from areal_jax.control.events import Event, RewardFailed
 from areal_jax.episodes.agent import workflows_of
+from areal_jax.episodes.limits import limits_of
+from areal_jax.episodes.open_episodes import Conversations
 from areal_jax.episodes.workflow_runner import Gateway
-from areal_jax.evaluation.episode_pass import episode_pass
 from areal_jax.evaluation.result import Failure, PassResult, ScoredPrompt, TaskResult
 from areal_jax.generation.commands import Start
+from areal_jax.generation.conducted import conducted
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.generation.rollout import completion_of
 from areal_jax.observe.waits import get
 from areal_jax.tasks.errors import USERS, PromptError, TooLongError, raised
 from areal_jax.tasks.pool import RewardPool
-from areal_jax.tasks.scoring import Outcome
+from areal_jax.tasks.scoring import Outcome, score_group
 from areal_jax.tasks.source import WeightedTask, prompt_at
-from areal_jax.tasks.task import Task
+from areal_jax.tasks.task import Task, Workflow
+from areal_jax.trajectories.paths import turns_of
 from areal_jax.types import ArealError, Prompt, SampleId, Sampling, Trajectory, VersionedParams
+
+TURNS = "turns"
+"""The part that an evaluation adds to the rewards of episodes: the number of turns."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class EvalSettings:
             raise ArealError(f"samples={self.samples} is negative; give 0 (greedy only) or more")
 
 
-Progress = Callable[[str, str, int, int], None]
+OnProgress = Callable[[str, str, int, int], None]
 """Called as `progress(task, "greedy" | "sampled", number of prompts, number of prompts done)`."""
 
 
@@ -61,7 +67,7 @@ def evaluate(
     params: VersionedParams,
     tasks: Mapping[str, WeightedTask],
     settings: EvalSettings,
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
 ) -> dict[str, TaskResult]:
     """Evaluates `params` on each task's first `settings.limit` prompts (None: all); returns task -> result.
 
@@ -86,10 +92,16 @@ def evaluate(
             for way, samples, sampling in ways:
                 tell = partial(progress, name, way, count)
                 if name in workflows:
-                    own = (engine, params, task, prompts.fitting)
-                    of: Any = dict(samples=samples, sampling=sampling, config=settings.config)
-                    of |= dict(workflow=workflows[name], make_gateway=settings.make_gateway)
-                    passes[way] = episode_pass(*own, **of)
+                    passes[way] = _episode_pass(
+                        engine,
+                        params,
+                        task,
+                        prompts.fitting,
+                        samples=samples,
+                        sampling=sampling,
+                        settings=settings,
+                        workflow=workflows[name],
+                    )
                     tell(count)
                     continue
                 asked = _Pass(
@@ -144,6 +156,84 @@ def _fitting(name: str, task: Task, count: int, engine: Engine) -> _Prompts:
     return _Prompts(fitting, tuple(too_long))
 
 
+def _result_of(prompt: Prompt, outcome: Outcome, members: Sequence[Trajectory]) -> ScoredPrompt | Failure:
+    """Returns the result of one prompt; `members`: its samples."""
+    if isinstance(outcome, RewardFailed):
+        return Failure(f"{prompt.task}/{outcome.ordinal}", outcome.outcome, outcome.message)
+    return ScoredPrompt(
+        outcome.rewards,
+        tuple(member.completion_tokens for member in members),
+        tuple(member.truncated for member in members),
+        tuple(dict(parts) for parts in outcome.parts),
+    )
+
+
+def _pass_result(
+    sampling: Sampling,
+    samples: int,
+    results: Mapping[int, ScoredPrompt | Failure],
+    tokens: int,
+    began_s: float,
+) -> PassResult:
+    """Returns the result of a pass; `results`: index of each prompt -> its result."""
+    each = [results[index] for index in sorted(results)]
+    return PassResult(
+        samples,
+        sampling.temperature,
+        tuple(one for one in each if isinstance(one, ScoredPrompt)),
+        tuple(one for one in each if isinstance(one, Failure)),
+        tokens,
+        time.perf_counter() - began_s,
+    )
+
+
+def _episode_pass(
+    engine: Engine,
+    params: VersionedParams,
+    task: Task,
+    prompts: Mapping[int, tuple[Prompt, tuple[int, ...]]],
+    *,
+    samples: int,
+    sampling: Sampling,
+    settings: EvalSettings,
+    workflow: Workflow,
+) -> PassResult:
+    """Conducts `samples` episodes of each prompt (index -> the prompt and its token ids), and scores them.
+
+    `workflow` conducts them. A workflow that fails, or rejects its sample, is a failure of its prompt.
+    """
+    began_s, c = time.perf_counter(), settings.config
+    failed: dict[int, str] = {}
+    talks = Conversations(None, lambda index: prompts[index][1], sampling)
+    found = conducted(
+        engine,
+        params,
+        {index: prompt for index, (prompt, _) in prompts.items()},
+        samples,
+        talks=talks,
+        workflows={prompt.task: workflow for prompt, _ in prompts.values()},
+        make_gateway=settings.make_gateway,
+        limits=limits_of(c.episode, c.generation.length, c.generation.max_tokens),
+        sampling=sampling,
+        seed=c.run.seed,
+        on_failure=lambda sample, reason: failed.setdefault(sample.ordinal, reason),
+    )
+    results: dict[int, ScoredPrompt | Failure] = {}
+    for index, (prompt, _) in prompts.items():
+        if index in failed:
+            results[index] = Failure(f"{prompt.task}/{index}", "failed", failed[index])
+            continue
+        members = found[index]
+        completions = [talks.rewarded(t.sample, completion_of(t, engine.tokenizer, task)) for t in members]
+        one = _result_of(prompt, score_group(task, prompt, completions, index), members)
+        if isinstance(one, ScoredPrompt):
+            pairs = zip(one.parts or ({},) * samples, members, strict=True)
+            one = one._replace(parts=tuple({**own, TURNS: float(turns_of(t))} for own, t in pairs))
+        results[index] = one
+    tokens = sum(t.completion_tokens for members in found.values() for t in members)
+    return _pass_result(sampling, samples, results, tokens, began_s)
+
+
 class _Pass:
     """One pass over one task's prompts: decodes `samples` completions of each, and scores them meanwhile."""
 
@@ -178,8 +268,7 @@ class _Pass:
         self._members: dict[int, dict[int, Trajectory]] = defaultdict(dict)
         self._scoring: dict[int, tuple[Trajectory, ...]] = {}
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._scored: dict[int, ScoredPrompt] = {}
-        self._failures: dict[int, Failure] = {}
+        self._results: dict[int, ScoredPrompt | Failure] = {}
 
     def run(self) -> PassResult:
         start_s = time.perf_counter()
@@ -201,14 +290,8 @@ class _Pass:
                 deadline_s=self._deadline_s,
             )
             self._settle(outcome)
-        return PassResult(
-            self._samples,
-            self._sampling.temperature,
-            tuple(self._scored[index] for index in sorted(self._scored)),
-            tuple(self._failures[index] for index in sorted(self._failures)),
-            self._host.generated_tokens,
-            time.perf_counter() - start_s,
-        )
+        tokens = self._host.generated_tokens
+        return _pass_result(self._sampling, self._samples, self._results, tokens, start_s)
 
     @property
     def _open_samples(self) -> int:
@@ -235,25 +318,15 @@ class _Pass:
             return
         del self._members[index]
         self._scoring[index] = tuple(members[member] for member in range(self._samples))
-        prompt = self._prompts.fitting[index][0]
-        own = (self._engine.tokenizer, self._task)
-        completions = [completion_of(member, *own) for member in self._scoring[index]]
+        prompt, tokenizer = self._prompts.fitting[index][0], self._engine.tokenizer
+        completions = [completion_of(member, tokenizer, self._task) for member in self._scoring[index]]
         self._pool.submit(index, 0, prompt, completions, self._outcomes.put)
 
     def _settle(self, outcome: Outcome) -> None:
         index = outcome.ordinal
-        members = self._scoring.pop(index)
-        if isinstance(outcome, RewardFailed):
-            prompt, _ = self._prompts.fitting[index]
-            self._failures[index] = Failure(f"{prompt.task}/{index}", outcome.outcome, outcome.message)
-        else:
-            self._scored[index] = ScoredPrompt(
-                outcome.rewards,
-                tuple(member.completion_tokens for member in members),
-                tuple(member.truncated for member in members),
-                tuple(dict(parts) for parts in outcome.parts),
-            )
-        self._tell(len(self._scored) + len(self._failures) + len(self._prompts.too_long))
+        prompt, _ = self._prompts.fitting[index]
+        self._results[index] = _result_of(prompt, outcome, self._scoring.pop(index))
+        self._tell(len(self._results) + len(self._prompts.too_long))
 
 
 class _OneVersion:

@@ -168,9 +168,9 @@ class MultiHop(Procedural):
         info = {"start": start, "relations": chain.relations, "names": names, "steps": tuple(steps)}
         return self._asked("\n".join([*paragraphs, "", question]), {**info, "answer": answer})
 
-    def _chain(self, draws: Draws, hops: int) -> tuple[Chain, World] | None:
+    def _chain(self, draws: Draws, hops: int) -> tuple[Chain, InventedWorld] | None:
         """Returns a drawn chain and a world of its entities; None if it is not in this task's split."""
-        world = World(draws)
+        world = InventedWorld(draws)
         entities = [world.new(draws.one(KINDS))]
         relations = []
         for _ in range(hops):
@@ -180,7 +180,7 @@ class MultiHop(Procedural):
         return (chain, world) if self._is_own(chain.question) else None
 
 
-class World:
+class InventedWorld:
     """Entities with different invented names, and the drawn facts about them."""
 
     def __init__(self, draws: Draws) -> None:

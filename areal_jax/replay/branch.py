@@ -27,8 +27,9 @@ from areal_jax.config.tree import Config
 from areal_jax.control.audit import audit
 from areal_jax.observe.metrics import rewrite
 from areal_jax.replay.reopened import Reopened, branch_record, differences_text
-from areal_jax.replay.replay import Note, Replay, Replayed
+from areal_jax.replay.replay import Replay, Replayed
 from areal_jax.runtime.context import make_folder
+from areal_jax.runtime.recovery import Note
 from areal_jax.runtime.resuming import RESUMABLE_KEYS, require_new, with_steps_asked
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.types import ArealError

@@ -50,10 +50,10 @@ from areal_jax.replay.bundle_file import (
 )
 from areal_jax.replay.past_versions import OutOfReach, past_batch, past_versions
 from areal_jax.replay.reopened import UNREPEATED, Reopened, differences_text, reopened
-from areal_jax.replay.replay import Note, Replay
+from areal_jax.replay.replay import Replay
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, same
-from areal_jax.runtime.recovery import Journaled, journaled_batches
+from areal_jax.runtime.recovery import Journaled, Note, journaled_batches
 from areal_jax.runtime.trainer_loop import MACHINE, batch_again, train_batch
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
@@ -64,7 +64,7 @@ PARAMS = "params."
 
 
 @dataclass
-class Verified:
+class BundleCheck:
     """What training a bundle's step again has given."""
 
     step: int
@@ -199,7 +199,7 @@ def _state_tensors(parts: Parts, state: TrainState) -> tuple[dict[str, np.ndarra
 # --- verifying ----------------------------------------------------------------------------------------------
 
 
-def verify_bundle(path: Path, note: Note = lambda _: None) -> Verified:
+def verify_bundle(path: Path, note: Note = lambda _: None) -> BundleCheck:
     """Trains the step of the bundle at `path` again on this machine, and compares the results.
 
     Raises BundleError if the file was changed, and ArealError if something that the bundle does not hold is
@@ -232,7 +232,7 @@ def verify_bundle(path: Path, note: Note = lambda _: None) -> Verified:
         for name, then in about["header"].items()
         if own.get(name) != then and name != MACHINE
     }
-    found = Verified(about["step"], _as_json(metrics), value.digest, differences)
+    found = BundleCheck(about["step"], _as_json(metrics), value.digest, differences)
     _verify(about, found, config, lambda: leaf_digests(after))
     # An equal header leaves open whether CPU and packages are equal, and whether the device repeats bits.
     if found.difference and not differences and (unlike := _unlike(about, config)):
@@ -249,7 +249,7 @@ def _unlike(about: About, config: Config) -> dict[str, tuple[Any, Any]]:
     return {} if repeats_bits() else UNREPEATED
 
 
-def _verify(about: About, found: Verified, config: Config, after: Callable[[], dict[str, str]]) -> None:
+def _verify(about: About, found: BundleCheck, config: Config, after: Callable[[], dict[str, str]]) -> None:
     """Stores the first difference in `found`; compares within bounds if the machines differ."""
     compared = Comparison(config.wire_dtype)
     if found.header:
@@ -262,7 +262,7 @@ def _verify(about: About, found: Verified, config: Config, after: Callable[[], d
 
 
 def _compare(
-    about: About, found: Verified, compared: Comparison, after: Callable[[], dict[str, str]]
+    about: About, found: BundleCheck, compared: Comparison, after: Callable[[], dict[str, str]]
 ) -> None:
     place = f"step {found.step}"
     is_same_code = about["version"] == version_of("areal-jax")

@@ -56,7 +56,7 @@ class SamplingFields(TypedDict):
     stop: Sequence[str]
 
 
-class Sampled(TypedDict):
+class TrajectoryFields(TypedDict):
     """A trajectory of the batch without its arrays, which are tensors."""
 
     sample: tuple[Count, Count, Count]
@@ -71,7 +71,7 @@ class Sampled(TypedDict):
     branches: Sequence[Count]
 
 
-class Choice(TypedDict):
+class ChoiceFields(TypedDict):
     compute: Literal["packed", "tree", "auto"]
     tree_costs: NotRequired[tuple[float, float, float]]
 
@@ -96,8 +96,8 @@ class About(TypedDict):
     model: dict[str, Any]
     header: Header
     is_redacted: bool
-    batch: list[Sampled]
-    choice: Choice
+    batch: list[TrajectoryFields]
+    choice: ChoiceFields
     kept: dict[str, str] | None
     """Leaf that the bundle left out -> its digest."""
     digest_before: str
@@ -234,7 +234,7 @@ def _contiguous(tensor: np.ndarray) -> np.ndarray:
 
 def groups_to_plain(
     groups: Sequence[Group], is_redacted: bool
-) -> tuple[list[Sampled], dict[str, np.ndarray]]:
+) -> tuple[list[TrajectoryFields], dict[str, np.ndarray]]:
     """Returns the trajectories of groups as JSON values, and their arrays by name.
 
     `is_redacted`: the prompts' token ids are left out, -1 in their place.

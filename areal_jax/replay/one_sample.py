@@ -12,10 +12,11 @@ from areal_jax.assembly.run_folder import sample_id
 from areal_jax.control.events import SampleFinished
 from areal_jax.generation.admission import KeptTurns
 from areal_jax.generation.regenerate import Finished
-from areal_jax.replay.past_versions import Note, OutOfReach, past_versions
+from areal_jax.replay.past_versions import OutOfReach, past_versions
 from areal_jax.replay.reopened import Reopened, reopened
 from areal_jax.replay.replay import Replayed, compare_sample, make_regenerator, replay_run
 from areal_jax.runtime.differences import Comparison, Difference, name_of
+from areal_jax.runtime.recovery import Note
 from areal_jax.types import ArealError, SampleId
 from areal_jax.weights.store import wire_copy
 
@@ -54,15 +55,15 @@ def _alone(
     `unlike`: the reasons for which bits differ here, found by the first try. Raises OutOfReach as
     `past_versions` does.
     """
-    one = _OneSample(run, event, note, unlike)
+    found = Replayed(header=dict(unlike))
     try:
-        one.compare()
+        _compare(run, event, note, found)
     except Difference as difference:
-        if not one.found.header and (reason := run.unlike(0, event.spans[-1].version)):
+        if not found.header and (reason := run.unlike(0, event.spans[-1].version)):
             note("comparing again, within bounds, because this machine may give other bits than the run's")
             return _alone(run, event, note, reason)
-        one.found.difference = str(difference)
-    return one.found
+        found.difference = str(difference)
+    return found
 
 
 def _finished(run: Reopened, sample: SampleId) -> SampleFinished:
@@ -79,39 +80,34 @@ def _finished(run: Reopened, sample: SampleId) -> SampleFinished:
     return event
 
 
-class _OneSample:
-    """Trains the versions of one sample again, and generates it."""
+def _compare(run: Reopened, event: SampleFinished, note: Note, found: Replayed) -> None:
+    """Trains the sample's versions again, generates it, and compares it.
 
-    def __init__(self, run: Reopened, event: SampleFinished, note: Note, unlike: Unlike) -> None:
-        self.found = Replayed(header=dict(unlike))
-        self._run, self._event, self._note = run, event, note
-        self._stretch = run.stretch_of(event.spans[-1].version)
-        self._compared = Comparison(self._stretch.config.wire_dtype)
-
-    def compare(self) -> None:
-        """Compares the sample; raises Difference, or OutOfReach as `past_versions` does."""
-        event, begun, found = self._event, self._stretch.first_step, self.found
-        wanted = {span.version for span in event.spans}
-        first, last = min(wanted), max(wanted)
-        if first < begun:
-            raise OutOfReach(f"the sample began before step {begun}, with which the branch begins")
-        found.header |= self._stretch.differences(self._stretch.header)
-        if found.header:
-            self._compared.loosen()
-            found.bounded_from = first
-        parts, held = assemble(self._stretch.config), {}
-        engine = parts.engine(0)
-        for past in past_versions(self._run, parts, first, last, self._compared, self._note):
-            found.steps = past.trained
-            if past.value.version in wanted:
-                wire = wire_copy(past.value, parts.config.wire_dtype)
-                held[wire.version] = engine.load_params(wire)
-        prompt = parts.prompt_tokens(event.sample.ordinal)
-        made = make_regenerator(parts.config, engine, KeptTurns()).run(
-            [Finished(event.sample, prompt, event.spans, event.rebuilds)], held
-        )
-        compare_sample(found, self._compared, self._run.journal, event, made[event.sample])
-        found.largest, found.cut = self._compared.largest, self._compared.cut
+    Raises Difference, or OutOfReach as `past_versions` does.
+    """
+    stretch = run.stretch_of(event.spans[-1].version)
+    compared = Comparison(stretch.config.wire_dtype)
+    wanted = {span.version for span in event.spans}
+    first, last = min(wanted), max(wanted)
+    if first < stretch.first_step:
+        raise OutOfReach(f"the sample began before step {stretch.first_step}, with which the branch begins")
+    found.header |= stretch.differences(stretch.header)
+    if found.header:
+        compared.loosen()
+        found.bounded_from = first
+    parts, held = assemble(stretch.config), {}
+    engine = parts.engine(0)
+    for past in past_versions(run, parts, first, last, compared, note):
+        found.steps = past.trained
+        if past.value.version in wanted:
+            wire = wire_copy(past.value, parts.config.wire_dtype)
+            held[wire.version] = engine.load_params(wire)
+    prompt = parts.prompt_tokens(event.sample.ordinal)
+    made = make_regenerator(parts.config, engine, KeptTurns()).run(
+        [Finished(event.sample, prompt, event.spans, event.rebuilds)], held
+    )
+    compare_sample(found, compared, run.journal, event, made[event.sample])
+    found.largest, found.cut = compared.largest, compared.cut
 
 
 def _whole(run: Reopened, event: SampleFinished, note: Note) -> Replayed:

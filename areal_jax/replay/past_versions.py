@@ -6,7 +6,7 @@ The journaled batches after the checkpoint are trained on the journal's trajecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from areal_jax.assembly.parts import Parts, with_steps
@@ -15,15 +15,13 @@ from areal_jax.observe.waits import Timeline
 from areal_jax.replay.reopened import Reopened
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison
-from areal_jax.runtime.recovery import Journaled, journaled_batches, journaled_groups
+from areal_jax.runtime.recovery import Journaled, Note, journaled_batches, journaled_groups
 from areal_jax.runtime.trainer_loop import TrainBatch, batch_again, train_batch
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.journal import JournalError
 from areal_jax.types import Group, VersionedParams
 from areal_jax.weights import staged
 from areal_jax.weights.store import StagedError
-
-Note = Callable[[str], None]
 
 
 class Past(NamedTuple):

@@ -35,7 +35,7 @@ from areal_jax.replay.folder_audit import audit_run
 from areal_jax.replay.reopened import Reopened, reopened
 from areal_jax.runtime.compute_choice import recorded_choice
 from areal_jax.runtime.differences import Comparison, Difference, name_of, same
-from areal_jax.runtime.recovery import Journaled
+from areal_jax.runtime.recovery import Journaled, Note
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.runtime.trainer_loop import MACHINE, batch_again, train_batch
 from areal_jax.trainer.state import TrainState
@@ -48,11 +48,10 @@ from areal_jax.weights.digest import leaf_digests
 from areal_jax.weights.staged import checked_manifest
 from areal_jax.weights.store import StagedError, wire_copy
 
-Sampled = e.SampleFinished | e.TurnFinished
+WithTokens = e.SampleFinished | e.TurnFinished
 """The events that come with tokens, which a replay generates again."""
 
 Compared = TypeVar("Compared")
-Note = Callable[[str], None]
 Before = Callable[[int, TrainState, tuple[Group, ...]], None]
 
 
@@ -138,7 +137,7 @@ class Replay:
         self._held: dict[PolicyVersion, VersionedParams] = {}
         """The versions that samples still need, as the engine decodes with them."""
         self._published: dict[PolicyVersion, str] = {}
-        self._finished: list[Sampled] = []
+        self._finished: list[WithTokens] = []
         """Finished samples and turns that are not generated again yet, in the order of the journal."""
         self._conversations: dict[SampleId, Conversation] = {}
         """The episodes of open groups, with the trajectories that were generated again."""
@@ -232,7 +231,7 @@ class Replay:
             for event in events:
                 self._compare(event, made.get(event.sample))
 
-    def _wanted(self, event: Sampled) -> Iterator[Finished]:
+    def _wanted(self, event: WithTokens) -> Iterator[Finished]:
         """Yields what is to be generated: nothing for a reference answer, or for the end of an episode."""
         sample, talk = event.sample, self._conversations.get(event.sample)
         if isinstance(event, e.TurnFinished):
@@ -243,7 +242,7 @@ class Replay:
         elif event.spans and talk is None:
             yield Finished(sample, self.parts.prompt_tokens(sample.ordinal), event.spans, event.rebuilds)
 
-    def _compare(self, event: Sampled, made: Trajectory | None) -> None:
+    def _compare(self, event: WithTokens, made: Trajectory | None) -> None:
         """Compares a sample or turn with the journal; `made`: the one that was generated again."""
         talk = self._conversations.get(event.sample)
         if isinstance(event, e.TurnFinished):
@@ -409,7 +408,7 @@ def compare_sample(
     found: Replayed,
     compared: Comparison,
     journal: SqliteQueue,
-    event: Sampled,
+    event: WithTokens,
     again: Trajectory,
     talk: Conversation | None = None,
 ) -> Trajectory | None:
@@ -455,6 +454,6 @@ def _last_needed(journal: SqliteQueue) -> dict[PolicyVersion, int]:
     """Returns version -> number of the last event that needs its parameters: a sample's end."""
     needed: dict[PolicyVersion, int] = {}
     for row in journal.rows():
-        if isinstance(row.event, Sampled):
+        if isinstance(row.event, WithTokens):
             needed |= {span.version: row.seq for span in row.event.spans}
     return needed

@@ -12,7 +12,7 @@ from areal_jax.trajectories.journal import Row
 
 
 @dataclass
-class _Open:
+class _OpenAttempt:
     """An attempt that is neither trained nor discarded yet."""
 
     attempt: int
@@ -31,7 +31,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self._closed: list[Attempt] = []
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenAttempt] = {}
         """By ordinal, from its first dispatch or its last restart on."""
 
     @classmethod
@@ -55,7 +55,7 @@ class Attempts:
         for action in row.actions:
             match action:
                 case e.Dispatch(samples):
-                    self._open.setdefault(samples[0].ordinal, _Open(samples[0].attempt))
+                    self._open.setdefault(samples[0].ordinal, _OpenAttempt(samples[0].attempt))
                 case e.Score(ordinal, attempt) if own := self._own(ordinal, attempt):
                     own.is_finished = True
                 case e.Reissue(ordinal, _, reason) | e.Drop(ordinal, reason):
@@ -65,7 +65,7 @@ class Attempts:
         """Returns the attempts of the rows seen so far."""
         return [*self._closed, *(own.closed(PENDING) for own in self._open.values())]
 
-    def _own(self, ordinal: int, attempt: int) -> _Open | None:
+    def _own(self, ordinal: int, attempt: int) -> _OpenAttempt | None:
         """Returns the open attempt with this number; None for a late event of an earlier one."""
         own = self._open.get(ordinal)
         return own if own is not None and own.attempt == attempt else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_jax.report.figures import smooth
 from areal_jax.report.report import page_css
-from areal_jax.report.svg import SERIES, Figure, draw_svg, figures_html, legend_above
+from areal_jax.report.svg import SERIES, Figure, draw_svg, figures_html, legend_above, page_html, table_html
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Label of a value and arm -> its runs, one for each seed."""
@@ -42,12 +42,7 @@ def page(tables: Mapping[str, Sequence[Mapping[str, Any]]], result: Mapping[str,
             f"<section><h2>Reproduce</h2><pre>{escape(command)}</pre></section>",
         ]
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{page_css()}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return page_html(title, page_css(), body)
 
 
 def by_label(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -70,11 +65,8 @@ def _table(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     """Returns the rows as an HTML table; the column `value` has the name of the varied `key`."""
     if not rows:
         return ""
-    names = (key if name == "value" else str(name).replace("_", " ") for name in rows[0])
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    lines = ("".join(f"<td>{escape(_text(value))}</td>" for value in row.values()) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    names = [key if name == "value" else _words(str(name)) for name in rows[0]]
+    return table_html(names, (map(_text, row.values()) for row in rows))
 
 
 def _text(value: Any) -> str:
@@ -119,10 +111,8 @@ def idle_time(runs: Runs, names: Sequence[str]) -> Figure | None:
     means = {name: [float(np.mean([run[name] for run in own])) for own in runs.values()] for name in names}
 
     def draw(figure: Any) -> None:
-        axes, width = figure.subplots(), 0.8 / len(names)
-        for number, (name, each) in enumerate(means.items()):
-            places = np.arange(len(each)) + (number - (len(names) - 1) / 2) * width
-            axes.bar(places, [100 * share for share in each], width, color=SERIES[number], label=_words(name))
+        axes = figure.subplots()
+        _bars(axes, {_words(name): [100 * share for share in each] for name, each in means.items()})
         _name(axes, runs)
         axes.set_ylabel("% of the time")
         legend_above(axes, columns=1)
@@ -143,13 +133,12 @@ def age_shares(runs: Runs) -> Figure | None:
     top = min(AGES, max(age for own in counts.values() for age in own))
 
     def draw(figure: Any) -> None:
-        axes, width = figure.subplots(), 0.8 / len(counts)
-        for number, (label, own) in enumerate(counts.items()):
+        axes, shares = figure.subplots(), {}
+        for label, own in counts.items():
             total = sum(own.values()) or 1
-            shares = [100 * own.get(age, 0) / total for age in range(top + 1)]
-            shares[top] += 100 * sum(count for age, count in own.items() if age > top) / total
-            places = np.arange(top + 1) + (number - (len(counts) - 1) / 2) * width
-            axes.bar(places, shares, width, color=SERIES[number % len(SERIES)], label=label)
+            shares[label] = [100 * own.get(age, 0) / total for age in range(top + 1)]
+            shares[label][top] += 100 * sum(count for age, count in own.items() if age > top) / total
+        _bars(axes, shares)
         axes.set_xticks(range(top + 1), [*map(str, range(top)), f"{top}+"])
         axes.set_xlabel("age: trained version − version of the token")
         axes.set_ylabel("% of the tokens")
@@ -196,6 +185,14 @@ def reward_bands(runs: Runs, field: str = "reward_mean") -> Figure | None:
     last = ", ".join(f"{label} {np.nanmean(each[:, -1]):.2f}" for label, each in curves.items())
     alt = f"Mean reward by step, with bands over seeds; at the last step: {last}."
     return Figure("Reward", draw_svg("rewards", draw, (5.2, 2.9), alt), alt)
+
+
+def _bars(axes: Any, heights: Mapping[str, Sequence[float]]) -> None:
+    """Draws a bar of each label beside those of the others, at each place."""
+    width = 0.8 / len(heights)
+    for number, (label, own) in enumerate(heights.items()):
+        places = np.arange(len(own)) + (number - (len(heights) - 1) / 2) * width
+        axes.bar(places, own, width, color=SERIES[number % len(SERIES)], label=label)
 
 
 def _name(axes: Any, labels: Mapping[str, Any]) -> None:

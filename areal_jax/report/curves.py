@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.report.figures import Rows, column, last_tenth, median, plot_lines, smooth
+from areal_jax.report.figures import MetricsRows, column, last_tenth, median, plot_lines, smooth
 from areal_jax.report.svg import INK, LINE, SERIES, Figure, draw_svg, legend_above
 
 BY_TASK = {
@@ -29,7 +29,7 @@ OF_UPDATES = {
 """Field of a metrics row -> title of its figure."""
 
 
-def task_names(rows: Rows) -> list[str]:
+def task_names(rows: MetricsRows) -> list[str]:
     """Returns the sorted names of the run's tasks; empty if the run has only one task.
 
     The names are read from the fields `reward_mean/<task>`, which the rows of a run with several tasks have.
@@ -38,7 +38,7 @@ def task_names(rows: Rows) -> list[str]:
     return sorted(names)
 
 
-def task_curve(rows: Rows, field: str, title: str) -> Figure | None:
+def task_curve(rows: MetricsRows, field: str, title: str) -> Figure | None:
     """Draws the fields `<field>/<task>` of the metrics rows over the training steps, one line per task.
 
     `title`: the text above the figure. Returns None if the run has only one task.
@@ -59,7 +59,7 @@ def task_curve(rows: Rows, field: str, title: str) -> Figure | None:
     return Figure(title, draw_svg(f"task-{field}", draw, (5.2, 2.9), alt), alt)
 
 
-def update_curve(rows: Rows, field: str, title: str) -> Figure | None:
+def update_curve(rows: MetricsRows, field: str, title: str) -> Figure | None:
     """Draws the field of the metrics rows over the training steps, smoothed and as it is.
 
     `title`: the text above the figure. Returns None if no row has a finite value.
@@ -77,7 +77,7 @@ def update_curve(rows: Rows, field: str, title: str) -> Figure | None:
     return Figure(title, draw_svg(f"update-{field}", draw, (5.2, 2.9), alt), alt)
 
 
-def parts_curve(rows: Rows) -> Figure | None:
+def parts_curve(rows: MetricsRows) -> Figure | None:
     """Draws over the steps the mean of each part of the rewards, with a mark at each step with a closed gate.
 
     Returns None if no reward has parts.
@@ -102,7 +102,7 @@ def parts_curve(rows: Rows) -> Figure | None:
     return Figure("Parts of the reward", draw_svg("parts", draw, (10.6, 3.2), alt), alt)
 
 
-def failure_curve(rows: Rows) -> Figure | None:
+def failure_curve(rows: MetricsRows) -> Figure | None:
     """Draws over the steps the cumulative number of groups that could not be scored, one line per task.
 
     Returns None if every group was scored.
@@ -128,7 +128,7 @@ def _share_top(*columns: np.ndarray) -> float:
     return min(1.05, max(0.1, 1.2 * max(np.nanmax(values, initial=0.0) for values in columns)))
 
 
-def length_curve(rows: Rows) -> Figure | None:
+def length_curve(rows: MetricsRows) -> Figure | None:
     """Draws over the steps the mean and 99th percentile of completion lengths, and the fraction cut off.
 
     A completion is cut off if it reaches its length limit. Returns None if there are no rows.
@@ -158,7 +158,7 @@ def length_curve(rows: Rows) -> Figure | None:
     return Figure("Length and truncation over time", draw_svg("length-curve", draw, (5.2, 2.9), alt), alt)
 
 
-def bubble_curve(rows: Rows) -> Figure | None:
+def bubble_curve(rows: MetricsRows) -> Figure | None:
     """Draws over the steps the bubble of completion lengths, and how often the median fits into the longest.
 
     The bubble is (longest - mean) / longest. Returns None if no row has it.

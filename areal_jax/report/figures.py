@@ -9,10 +9,10 @@ import numpy as np
 
 from areal_jax.report.svg import INK, SERIES, Figure, draw_svg, legend_above
 
-Rows = Sequence[Mapping[str, Any]]
+MetricsRows = Sequence[Mapping[str, Any]]
 
 
-def reward_curve(rows: Rows) -> Figure | None:
+def reward_curve(rows: MetricsRows) -> Figure | None:
     if not rows:
         return None
     step, reward = column(rows, "step"), column(rows, "reward_mean")
@@ -85,7 +85,7 @@ def lengths(values: Sequence[int]) -> Figure | None:
     return Figure("Completion length", draw_svg("lengths", draw, (5.2, 2.9), alt), alt)
 
 
-def throughput(rows: Rows) -> Figure | None:
+def throughput(rows: MetricsRows) -> Figure | None:
     if not rows:
         return None
     generated, trained = (column(rows, f"{side}_tokens_per_s") for side in ("generate", "train"))
@@ -99,7 +99,7 @@ def throughput(rows: Rows) -> Figure | None:
     return Figure("Throughput", draw_svg("throughput", draw, (5.2, 2.9), alt), alt)
 
 
-def logp_gap(rows: Rows) -> Figure | None:
+def logp_gap(rows: MetricsRows) -> Figure | None:
     """Draws over the steps how much the log-probs at sampling differ from the trainer's, in nats.
 
     The lines are the mean, 99.9th percentile and maximum of the absolute difference, and the KL divergence.
@@ -127,7 +127,7 @@ def logp_gap(rows: Rows) -> Figure | None:
     return Figure("Log-prob gap", draw_svg("gap", draw, (5.2, 2.9), alt), alt)
 
 
-def effective_sizes(rows: Rows) -> Figure | None:
+def effective_sizes(rows: MetricsRows) -> Figure | None:
     """Draws over the steps the effective sample sizes of tokens and sequences, as shares of their numbers.
 
     Returns None if no row has them, as in runs of older versions.
@@ -147,7 +147,7 @@ def effective_sizes(rows: Rows) -> Figure | None:
     return Figure("Effective sample size", draw_svg("effective-size", draw, (5.2, 2.9), alt), alt)
 
 
-def column(rows: Rows, name: str) -> np.ndarray:
+def column(rows: MetricsRows, name: str) -> np.ndarray:
     """Returns the field `name` of every row; nan where its value is null or the row lacks it."""
     values = [row.get(name) for row in rows]
     return np.array([np.nan if value is None else float(value) for value in values])
@@ -169,7 +169,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 def plot_lines(
     figure: Any,
-    rows: Rows,
+    rows: MetricsRows,
     columns: Mapping[str, np.ndarray],
     colours: Sequence[str] = SERIES,
     most_columns: int = 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -16,12 +17,11 @@ from areal_jax.report import curves, figures, lanes
 from areal_jax.report.report_samples import sample_groups
 from areal_jax.report.report_selection import selection_section
 from areal_jax.report.report_staleness import staleness_section
-from areal_jax.report.report_totals import drops_by_reason, mean_share, over_age_tiles
 from areal_jax.report.sample import SampleView
 from areal_jax.report.selection import Selection
 from areal_jax.report.sharing import sharing
 from areal_jax.report.staleness import Staleness
-from areal_jax.report.svg import figures_html
+from areal_jax.report.svg import figures_html, page_html
 
 
 class FailedReward(NamedTuple):
@@ -72,7 +72,6 @@ def page_css() -> str:
 
 def render(data: ReportData) -> str:
     """Returns the report as HTML, also for a run without a trained step."""
-    style = page_css()
     body = "\n".join(
         [
             f"<header><h1>{escape(data.title)}</h1>{_tiles(data)}</header>",
@@ -85,12 +84,7 @@ def render(data: ReportData) -> str:
             _section("Reproduce", _reproduce(data)),
         ]
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(data.title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n<script>{COPY}</script>\n</body>\n</html>\n"
-    )
+    return page_html(data.title, page_css(), body, COPY)
 
 
 COPY = (
@@ -135,7 +129,7 @@ def _tiles(data: ReportData) -> str:
         tiles.append(
             ("length bubble", f"{np.nanmean(bubble):.0%}", "(longest − mean) / longest, mean of steps")
         )
-    tiles += over_age_tiles(rows)
+    tiles += _over_age_tiles(rows)
     if failed := _total(rows, "failed_rewards"):
         tiles.append(("failed rewards", f"{failed:,}", "groups that could not be scored"))
     return '<dl class="tiles">' + "".join(map(_tile, tiles)) + "</dl>"
@@ -144,6 +138,46 @@ def _tiles(data: ReportData) -> str:
 def _tile(tile: tuple[str, str, str]) -> str:
     name, figure, note = map(escape, tile)
     return f"<div><dt>{name}</dt><dd>{figure}</dd><dd class=note>{note}</dd></div>"
+
+
+def _over_age_tiles(rows: figures.MetricsRows) -> list[tuple[str, str, str]]:
+    """Returns what the bound on the age of tokens costs (control.over_age), if the run has a bound."""
+    tiles = []
+    if any("hold_share" in row for row in rows):
+        share = mean_share(rows, "hold_share")
+        tiles.append(("held", f"{share:.1%}", "of the trainer's time, for groups near the age bound"))
+    masked = figures.column(rows, "masked_token_share")
+    if np.isfinite(masked).any():
+        tiles.append(("masked tokens", f"{np.nanmean(masked):.2%}", "too old to be trained, mean of steps"))
+    if restarts := sum((row.get("reissued_by_reason") or {}).get("over_age", 0) for row in rows):
+        tiles.append(("restarts for age", f"{restarts:,}", "groups generated again"))
+    return tiles
+
+
+def drops_by_reason(rows: figures.MetricsRows) -> dict[str, int]:
+    """Returns reason -> number of groups that the whole run dropped for this reason.
+
+    The drops of rows without the field `dropped_by_reason` are counted under `dropped`.
+    """
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts.update(row.get("dropped_by_reason") or {"dropped": row["dropped"]})
+    return {reason: int(count) for reason, count in counts.items() if count}
+
+
+def mean_share(rows: figures.MetricsRows, name: str) -> float:
+    """Returns the mean of the field `name` over all steps, weighted by each step's wall time.
+
+    The field is a fraction of the step's time. Rows in which it is null are left out; the result is 0 if it
+    is null in all rows.
+    """
+    total, weights, before = 0.0, 0.0, 0.0
+    for row in rows:
+        now = float(row["wall_s"] or before)
+        weight, before = max(now - before, 0.0), now
+        if row[name] is not None:
+            total, weights = total + weight * float(row[name]), weights + weight
+    return total / weights if weights else 0.0
 
 
 def _over(steps: int) -> str:

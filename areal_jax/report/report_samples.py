@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from areal_jax.report.sample import Piece, SampleView, version_name
+from areal_jax.report.sample import SampleView, TokenView, version_name
 from areal_jax.types import NOT_SAMPLED
 
 TINTS = 7
@@ -69,7 +69,7 @@ def _completion(view: SampleView) -> str:
     return _tokens(pieces[:FIRST]) + gap + _tokens(pieces[-LAST:])
 
 
-def _tokens(pieces: Iterable[Piece]) -> str:
+def _tokens(pieces: Iterable[TokenView]) -> str:
     """Returns the HTML of tokens; neighbours of one kind of block are in an element of that class."""
     html = ""
     for block, run in groupby(pieces, key=lambda piece: piece.block):
@@ -78,7 +78,7 @@ def _tokens(pieces: Iterable[Piece]) -> str:
     return html
 
 
-def _token(piece: Piece) -> str:
+def _token(piece: TokenView) -> str:
     """Returns the HTML of a token in its version's tint, underlined more strongly the less likely it was."""
     text = escape(piece.text).replace("\n", "↵\n")
     if piece.version == NOT_SAMPLED:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 import numpy as np
 
 from areal_jax.report.selection import NAMES, Fate, Gap, Selection, p_text
-from areal_jax.report.svg import SERIES, Figure, draw_svg, figures_html, legend_above
+from areal_jax.report.svg import SERIES, Figure, draw_svg, figures_html, legend_above, table_html
 
 FATES = ("fate", "finished", "unfinished", "mean tokens", "longest", "difficulty")
 GAPS = ("quantity", "trained", "generated", "difference", "share", "distribution", "test")
@@ -23,19 +22,13 @@ def selection_section(found: Selection | None) -> str:
     if found is None:
         return ""
     alarms = "".join(f"<p><strong>Alarm:</strong> {escape(text)}</p>" for text in found.alarms)
-    tables = _table(FATES, map(fate_cells, found.fates))
+    tables = table_html(FATES, map(fate_cells, found.fates))
     if found.gaps:
-        tables += _table(GAPS, map(gap_cells, found.gaps))
+        tables += table_html(GAPS, map(gap_cells, found.gaps))
     return (
         f"{figures_html([distributions(found)])}<article><h3>Trained and generated groups</h3>{alarms}"
         f'{tables}<p class="note">{escape(explained(found))}</p></article>'
     )
-
-
-def _table(head: Sequence[str], rows: Any) -> str:
-    names = "".join(f"<th>{name}</th>" for name in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def fate_cells(each: Fate) -> tuple[str, ...]:

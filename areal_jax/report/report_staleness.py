@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_jax.observe.estimates import Estimate
 from areal_jax.report.staleness import AgeFigures, Staleness
-from areal_jax.report.svg import SERIES, Figure, draw_svg, figures_html, legend_above
+from areal_jax.report.svg import SERIES, Figure, draw_svg, figures_html, legend_above, table_html
 
 COLUMNS = (
     "age of first token",
@@ -27,11 +27,7 @@ def staleness_section(found: Staleness | None) -> str:
     """Returns HTML with figure, table and explanation of rewards by age; "" if there are none to compare."""
     if found is None:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    lines = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(each))}</tr>" for each in found.ages
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    table = table_html(COLUMNS, map(cells, found.ages))
     return (
         f"{figures_html([reward_by_age(found)])}<article><h3>Reward by age</h3>{table}"
         f'<p class="note">{escape(explained(found))}</p></article>'

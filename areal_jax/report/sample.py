@@ -33,7 +33,7 @@ ANSWER_MARK = "▶ "
 """Put before answers where a completion is coloured; in plain text the tags say where an answer begins."""
 
 
-class Piece(NamedTuple):
+class TokenView(NamedTuple):
     """One token of a completion: its text, its policy version, and its log-prob recorded at sampling."""
 
     text: str
@@ -53,7 +53,7 @@ class SampleView:
     sample: str
     """The sample's name: ORDINAL/MEMBER, or ORDINAL/MEMBER/ATTEMPT if its group was started again."""
     prompt: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[TokenView]
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str = ""
@@ -69,7 +69,7 @@ class SampleView:
     """Number of turns that were sampled; what was added between them has version NOT_SAMPLED."""
     trained_reward: float | None = None
     """The reward that was trained on, if a closed gate withheld a part of it; otherwise None."""
-    branches: Sequence[Sequence[Piece]] = ()
+    branches: Sequence[Sequence[TokenView]] = ()
     """The other paths of an episode that branched, each from its first token on that is trained there."""
 
     @property
@@ -153,7 +153,7 @@ def print_sample(view: SampleView, stream: TextIO) -> None:
     console.print(render_sample(view, console.is_terminal), soft_wrap=True)
 
 
-def _text(pieces: Sequence[Piece], style_of: Callable[[Piece], str], is_marked: bool) -> Text:
+def _text(pieces: Sequence[TokenView], style_of: Callable[[TokenView], str], is_marked: bool) -> Text:
     """Returns a completion; `is_marked`: with ANSWER_MARK before answers."""
     text = Text()
     for block, run in groupby(pieces, key=lambda piece: piece.block if is_marked else ""):
@@ -191,14 +191,14 @@ def _colour(version: PolicyVersion) -> str:
     return "dim" if version == NOT_SAMPLED else COLOURS[version % len(COLOURS)]
 
 
-def _version_style(piece: Piece) -> str:
+def _version_style(piece: TokenView) -> str:
     colour = f"dim {_colour(piece.version)}" if piece.block == "think" else _colour(piece.version)
     if piece.version == NOT_SAMPLED or piece.logp >= RARE:
         return colour
     return f"underline {colour}" if piece.logp >= VERY_RARE else f"bold underline {colour}"
 
 
-def _logp_style(piece: Piece) -> str:
+def _logp_style(piece: TokenView) -> str:
     if piece.version == NOT_SAMPLED:
         return "dim"
     chance = math.exp(min(piece.logp, 0.0))

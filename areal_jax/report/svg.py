@@ -1,10 +1,10 @@
-"""Turns matplotlib's figures into inline SVG that uses the page's colours, light or dark."""
+"""Turns matplotlib's figures into inline SVG that uses the page's colours, light or dark; HTML of pages."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -96,6 +96,24 @@ def figures_html(drawn: Sequence[Figure | None]) -> str:
         for figure in shown
     )
     return f'<div class="figures">{"".join(blocks)}</div>' if shown else ""
+
+
+def table_html(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns the HTML table with these names of columns, and these texts in its cells."""
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def page_html(title: str, css: str, body: str, script: str = "") -> str:
+    """Returns the HTML of a whole page; `script`: JavaScript that runs at its end."""
+    code = f"<script>{script}</script>\n" if script else ""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n{code}</body>\n</html>\n"
+    )
 
 
 def standalone(figure: Figure, page_css: str) -> str:

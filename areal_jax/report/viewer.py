@@ -11,7 +11,7 @@ from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.tree import Config
 from areal_jax.control.reward_gate import Gates, rewards_of
 from areal_jax.plugin import load_object
-from areal_jax.report.sample import Piece, SampleView
+from areal_jax.report.sample import SampleView, TokenView
 from areal_jax.tasks.blocks import ANSWER, THINK, parse
 from areal_jax.tasks.interleaved import Interleaved
 from areal_jax.tasks.source import BUILTIN, PromptStream, WeightedTask, load_tasks
@@ -107,13 +107,13 @@ class Viewer:
         trained = self._journal.events("BatchTrained")
         return {ordinal: gates_in(event.metrics) for event in trained for ordinal in event.ordinals}
 
-    def _pieces(self, path: Trajectory, task: str) -> list[Piece]:
+    def _pieces(self, path: Trajectory, task: str) -> list[TokenView]:
         """Return the path's tokens from the first one on that was sampled."""
         first = int(path.loss_mask.argmax()) if path.loss_mask.any() else len(path.tokens)
         tokens = path.tokens[first:].tolist()
         texts, blocks = token_texts(tokens, self._tokenizer), self._blocks(tokens, task)
         versions, logps = path.versions[first:].tolist(), path.behavior_logp[first:].tolist()
-        return [Piece(*piece) for piece in zip(texts, versions, logps, blocks, strict=True)]
+        return [TokenView(*piece) for piece in zip(texts, versions, logps, blocks, strict=True)]
 
     def _blocks(self, tokens: Sequence[int], task: str) -> list[str]:
         if template := self._template(task):

@@ -13,8 +13,7 @@ import jax
 from shapes import LENGTH, MICRO_ROWS, SEQUENCES, SHAPES
 from timing import report
 
-from areal_jax.lab.bench.measure import bench_learner
-from areal_jax.lab.bench.packed import skewed_groups
+from areal_jax.lab.bench.measure import bench_learner, skewed_groups
 from areal_jax.trajectories.packing import pack
 
 SHORTEST = {"update": LENGTH, "logprob": LENGTH, "skewed": 16}

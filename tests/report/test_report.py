@@ -17,11 +17,10 @@ from matplotlib.figure import Figure as Canvas
 from areal_jax.observe.metrics import REQUIRED
 from areal_jax.observe.waits import Interval
 from areal_jax.report import curves, figures, lanes, svg
-from areal_jax.report.report import FailedReward, ReportData, page_css, render
+from areal_jax.report.report import FailedReward, ReportData, drops_by_reason, mean_share, page_css, render
 from areal_jax.report.report_samples import FIRST, LAST, sample_groups
 from areal_jax.report.report_staleness import reward_by_age
-from areal_jax.report.report_totals import drops_by_reason, mean_share
-from areal_jax.report.sample import Piece, SampleView
+from areal_jax.report.sample import SampleView, TokenView
 from areal_jax.report.staleness import Trained, study
 from areal_jax.report.svg import PAGE_COLOURS
 from areal_jax.types import NOT_SAMPLED
@@ -77,10 +76,10 @@ WHOLE = ReportData(
             "17.3.0",
             "<script>alert(1)</script>",
             [
-                Piece("<b>", 3, -0.5),
-                Piece("x\n", 3, -4.0),
-                Piece("tool", NOT_SAMPLED, 0.0),
-                Piece("y", 4, 0.0),
+                TokenView("<b>", 3, -0.5),
+                TokenView("x\n", 3, -4.0),
+                TokenView("tool", NOT_SAMPLED, 0.0),
+                TokenView("y", 4, 0.0),
             ],
             0.75,
             {"prefix": 0.5},
@@ -194,7 +193,7 @@ def test_a_sample_says_its_task_how_it_was_judged_and_how_it_went(page):
 
 
 def test_a_long_completion_is_shown_in_part():
-    pieces = [Piece(f"{number} ", 1, -0.1) for number in range(2000)]
+    pieces = [TokenView(f"{number} ", 1, -0.1) for number in range(2000)]
     shown = sample_groups([("Worst", [SampleView("1/2", "p", pieces, 0.0)]), ("Best", [])])
     assert shown.count('class="v v1" style') == FIRST + LAST
     assert f">{FIRST - 1} </span>" in shown and f">{FIRST} </span>" not in shown
@@ -213,11 +212,11 @@ def blocks_of(html: str) -> list[tuple[str, str]]:
 
 def test_thoughts_and_answers_are_marked_and_named_in_the_legend():
     pieces = [
-        Piece("<think>", 1, -0.1, "think"),
-        Piece("2<3", 1, -0.1, "think"),
-        Piece(" ", 1, -0.1),
-        Piece("<answer>", 2, -0.1, "answer"),
-        Piece("4", 2, -0.1, "answer"),
+        TokenView("<think>", 1, -0.1, "think"),
+        TokenView("2<3", 1, -0.1, "think"),
+        TokenView(" ", 1, -0.1),
+        TokenView("<answer>", 2, -0.1, "answer"),
+        TokenView("4", 2, -0.1, "answer"),
     ]
     shown = sample_groups([("Best", [SampleView("1/2", "p", pieces, 0.0)])])
     Balanced().feed(shown)
@@ -237,7 +236,7 @@ def test_samples_without_blocks_have_no_block_in_the_legend(page):
 
 
 def test_a_long_thought_is_a_thought_on_both_sides_of_the_gap():
-    pieces = [Piece("a", 1, -0.1, "think")] * (FIRST + LAST + 10)
+    pieces = [TokenView("a", 1, -0.1, "think")] * (FIRST + LAST + 10)
     shown = sample_groups([("Worst", [SampleView("1/2", "p", pieces, 0.0)])])
     assert blocks_of(shown) == [("think", "a" * FIRST), ("think", "a" * LAST)]
 

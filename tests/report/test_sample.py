@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from areal_jax.report.sample import Piece, SampleView, print_sample, render_sample
+from areal_jax.report.sample import SampleView, TokenView, print_sample, render_sample
 from areal_jax.types import NOT_SAMPLED, VersionSpan
 
 VIEW = SampleView(
     sample="17.3.0",
     prompt="count down from [e]",
     pieces=[
-        Piece("d ", 3, -0.1),
-        Piece("c ", 3, -3.0),
-        Piece("tool", NOT_SAMPLED, 0.0),
-        Piece("b\n", 4, -5.0),
-        Piece(".", 4, -0.2),
+        TokenView("d ", 3, -0.1),
+        TokenView("c ", 3, -3.0),
+        TokenView("tool", NOT_SAMPLED, 0.0),
+        TokenView("b\n", 4, -5.0),
+        TokenView(".", 4, -0.2),
     ],
     reward=0.75,
     parts={"prefix": 0.5, "format": 0.25},
@@ -53,7 +53,9 @@ def test_what_befell_a_sample_is_in_its_headline():
 
 def test_the_branches_of_a_sample_are_shown_after_it():
     view = replace(
-        VIEW, turns=4, branches=[[Piece("e", 3, -1.0), Piece("f", 3, -0.5)], [Piece("g", 4, -2.0)]]
+        VIEW,
+        turns=4,
+        branches=[[TokenView("e", 3, -1.0), TokenView("f", 3, -0.5)], [TokenView("g", 4, -2.0)]],
     )
     assert "· 7 tokens in 4 turns on 3 paths · log-prob -11.80 ·" in view.headline
     stream = io.StringIO()
@@ -104,12 +106,12 @@ def test_json_holds_all_of_it():
 @pytest.mark.parametrize(
     ("piece", "by_version", "by_logp"),
     [
-        (Piece("x", 0, -0.1), "cyan", ""),
-        (Piece("x", 3, -2.2), "green", "black on bright_yellow"),
-        (Piece("x", 1, -2.5), "underline yellow", "black on bright_red"),
-        (Piece("x", 7, -9.0), "bold underline yellow", "bold white on red"),
-        (Piece("x", 4, float("-inf")), "bold underline blue", "bold white on red"),
-        (Piece("x", NOT_SAMPLED, 0.0), "dim", "dim"),
+        (TokenView("x", 0, -0.1), "cyan", ""),
+        (TokenView("x", 3, -2.2), "green", "black on bright_yellow"),
+        (TokenView("x", 1, -2.5), "underline yellow", "black on bright_red"),
+        (TokenView("x", 7, -9.0), "bold underline yellow", "bold white on red"),
+        (TokenView("x", 4, float("-inf")), "bold underline blue", "bold white on red"),
+        (TokenView("x", NOT_SAMPLED, 0.0), "dim", "dim"),
     ],
 )
 def test_colour_says_the_version_and_shade_the_probability(piece, by_version, by_logp):
@@ -125,13 +127,13 @@ def test_colour_says_the_version_and_shade_the_probability(piece, by_version, by
 BLOCKS = replace(
     VIEW,
     pieces=[
-        Piece("<think>", 3, -0.1, "think"),
-        Piece("2+2", 3, -3.0, "think"),
-        Piece("</think>", 3, -0.1, "think"),
-        Piece("\n", 3, -0.1),
-        Piece("<answer>", 3, -0.1, "answer"),
-        Piece("4", 3, -0.1, "answer"),
-        Piece("</answer>", 3, -0.1, "answer"),
+        TokenView("<think>", 3, -0.1, "think"),
+        TokenView("2+2", 3, -3.0, "think"),
+        TokenView("</think>", 3, -0.1, "think"),
+        TokenView("\n", 3, -0.1),
+        TokenView("<answer>", 3, -0.1, "answer"),
+        TokenView("4", 3, -0.1, "answer"),
+        TokenView("</answer>", 3, -0.1, "answer"),
     ],
 )
 

@@ -182,7 +182,7 @@ def test_what_cannot_be_packed_is_named_with_its_remedy():
 
 
 def test_packing_costs_a_sequence_the_same_however_many_there_are():
-    """In Python calls, which no busy machine changes; `bench packed` says what they take."""
+    """In Python calls, which no busy machine changes."""
 
     def calls(count: int) -> int:
         groups = [group(n, long_tail(8, cap=18, median=6, sigma=0.8)) for n in range(count)]

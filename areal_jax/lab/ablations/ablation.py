@@ -54,11 +54,6 @@ PUBLISH_S = 0.02
 EVAL_PROMPTS, EVAL_SAMPLES = 128, 2
 """Sizes of an evaluation: the held-out prompts of each task, and the sampled answers of each prompt."""
 
-
-Row = Mapping[str, Any]
-"""The metrics of one training step."""
-
-
 Table = Mapping[tuple[Any, str], Mapping[str, Sequence[float]]]
 """(value of the varied key, arm) -> name of a figure -> its numbers, one per seed."""
 
@@ -66,10 +61,11 @@ Evaluations = Mapping[str, Mapping[str, Any]]
 """Name of an evaluation -> its figures over all tasks, as `evaluation.result.task_figures` returns them."""
 
 
-class Measured(NamedTuple):
+class RunRecord(NamedTuple):
     """What a run gives to an ablation's figures."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Mapping[str, Any]]
+    """The metrics of each training step."""
     evaluations: Evaluations = MappingProxyType({})
     """Of the run's last parameters."""
     intervals: Sequence[Interval] = ()
@@ -83,7 +79,7 @@ class Runner:
     """A way to run a config, other than the ablation's own."""
 
     name: str
-    run: Callable[[Config], Measured]
+    run: Callable[[Config], RunRecord]
     depends_on: str = ""
     """What determines a run's result besides its config, as text."""
     run_s: float | None = None
@@ -115,10 +111,8 @@ class Ablation:
     """Decoding speed: how many batches of completions of maximum length the hosts decode during one training
     step. None: local runs under the wall clock.
     """
-    figures: Mapping[str, Callable[[Sequence[Row]], float]]
-    """Name -> function that computes the figure from a run's rows. The first figure answers the ablation's
-    question, unless there are figures of evaluations.
-    """
+    figures: Mapping[str, Callable[[RunRecord], float]]
+    """Name -> function that computes the figure of a run. The first one answers the ablation's question."""
     claims: Mapping[str, Callable[[Table], bool]]
     """Expected result -> function that returns whether the table confirms it, and raises KeyError if the
     table lacks a run that the function needs.
@@ -129,16 +123,10 @@ class Ablation:
     """Value -> config overrides of all its runs."""
     evaluations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name -> config overrides of an evaluation of each run's last parameters on held-out prompts."""
-    evaluated: Mapping[str, Callable[[Evaluations], float]] = field(default_factory=dict)
-    """Name -> function that computes the figure from a run's evaluations. The first figure answers the
-    ablation's question.
-    """
     shares_start: bool = False
     """Whether all seeds begin with the parameters of seed 0, as runs that begin with one pretrained model."""
     contrasts: tuple[Contrast, ...] = ()
     """The differences that the result shows with their 95 % intervals over seeds."""
-    observed: Mapping[str, Callable[[Measured], float]] = field(default_factory=dict)
-    """Name -> function that computes the figure from all that was measured of a run."""
     takes_config: bool = False
     """Whether the first word may be a user's config file, in place of the recipe."""
     curves: tuple[str, ...] = ("reward_mean",)
@@ -170,8 +158,11 @@ def ablate(
     settings, overrides = _read(name, ablation, words)
     places = _places(settings)
     # A bad word fails before the first run.
-    configs = [_config(ablation, overrides, *place) for place in places]
-    asked = [_evaluation_configs(ablation, overrides, *place) for place in places]
+    sources = [_sources(ablation, overrides, *place) for place in places]
+    configs = [load_config(*own) for own in sources]
+    asked = [
+        {name: load_config(*own, *extra) for name, extra in ablation.evaluations.items()} for own in sources
+    ]
     runs = _runs(ablation, settings["speed"], runner)
     known = {} if kept is None else {one["config"]: one for one in read_objects(kept, "delete the line")}
     names = [_digest(config, evaluations, runner) for config, evaluations in zip(configs, asked, strict=True)]
@@ -193,7 +184,7 @@ def ablate(
             taken_s.append(result["seconds"])
             left -= 1
         results.append(result)
-        first = _first_figure(ablation)
+        first = next(iter(ablation.figures))
         seed, value, arm = place
         say(
             f"{len(results)}/{len(places)}: {ablation.key}={value}, {arm}, seed {seed}: "
@@ -233,13 +224,9 @@ def _places(settings: Mapping[str, Any]) -> list[tuple[int, Any, str]]:
     ]
 
 
-def _first_figure(ablation: Ablation) -> str:
-    return next(iter(ablation.evaluated or ablation.figures))
-
-
 def _runs(
     ablation: Ablation, speed: float | None, runner: Runner | None
-) -> Callable[[Config, Mapping[str, Config]], Measured]:
+) -> Callable[[Config, Mapping[str, Config]], RunRecord]:
     """Return the function that runs a config and evaluates its last parameters by the given configs."""
     if runner is not None:
         return lambda config, evaluations: runner.run(config)
@@ -249,7 +236,7 @@ def _runs(
     return Workbench(speed, ablation.shares_start).run
 
 
-def _result(ablation: Ablation, place: tuple[int, Any, str], measured: Measured) -> dict[str, Any]:
+def _result(ablation: Ablation, place: tuple[int, Any, str], measured: RunRecord) -> dict[str, Any]:
     """Return a run's figures and curves."""
     seed, value, arm = place
     rows = measured.rows
@@ -257,16 +244,14 @@ def _result(ablation: Ablation, place: tuple[int, Any, str], measured: Measured)
         "value": value,
         "arm": arm,
         "seed": seed,
-        **{name: figure(measured.evaluations) for name, figure in ablation.evaluated.items()},
-        **{name: figure(rows) for name, figure in ablation.figures.items()},
-        **{name: figure(measured) for name, figure in ablation.observed.items()},
+        **{name: figure(measured) for name, figure in ablation.figures.items()},
         "curves": {name: [_rounded(_field(row, name)) for row in rows] for name in ablation.curves},
         "token_ages": {str(age): count for age, count in sorted(measured.token_ages.items())},
         "digest": rows[-1]["params_digest"],
     }
 
 
-def _field(row: Row, name: str) -> Any:
+def _field(row: Mapping[str, Any], name: str) -> Any:
     field_name, _, inner = name.partition("/")
     found = row.get(field_name)
     return (found or {}).get(inner) if inner else found
@@ -299,11 +284,11 @@ def _answer(
     results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the ablation's table, differences, claims and runs."""
-    figures = [*ablation.evaluated, *ablation.figures, *ablation.observed]
     table: dict[tuple[Any, str], dict[str, list[float]]] = {}
     for result in results:
-        numbers = table.setdefault((result["value"], result["arm"]), {figure: [] for figure in figures})
-        for figure in figures:
+        place = result["value"], result["arm"]
+        numbers = table.setdefault(place, {figure: [] for figure in ablation.figures})
+        for figure in ablation.figures:
             numbers[figure].append(result[figure])
     return {
         "ablation": name,
@@ -357,11 +342,11 @@ def _holds(table: Table, test: Callable[[Table], bool]) -> bool | None:
         return None
 
 
-def recorded(result: RunResult) -> Measured:
+def recorded(result: RunResult) -> RunRecord:
     """Return what a finished run's folder has of it."""
     with open_journal(result.folder) as journal:
         ages = find(journal).token_ages
-    return Measured(result.metrics, intervals=read_timelines(result.folder), token_ages=ages)
+    return RunRecord(result.metrics, intervals=read_timelines(result.folder), token_ages=ages)
 
 
 class Shared:
@@ -397,7 +382,7 @@ class LocalBench:
     def __init__(self) -> None:
         self.shared = Shared()
 
-    def run(self, config: Config) -> Measured:
+    def run(self, config: Config) -> RunRecord:
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
             where = config.run.model_copy(update={"dir": f"{folder}/run"})
             parts, params = self.shared.parts(config.model_copy(update={"run": where}))
@@ -432,7 +417,7 @@ class Workbench:
         self._speed, self.shared = speed, Shared(shares_start)
         self._engines: dict[str, list[Engine]] = {}
 
-    def run(self, config: Config, evaluations: Mapping[str, Config] | None = None) -> Measured:
+    def run(self, config: Config, evaluations: Mapping[str, Config] | None = None) -> RunRecord:
         """Run a config, and evaluate its last parameters by the configs `evaluations`."""
         of_engine = _key(config, "model", "tasks", "generation", "runtime")
         parts, params = self.shared.parts(config)
@@ -453,7 +438,7 @@ class Workbench:
             name: self._evaluated(self._engines[of_engine][0], value, other)
             for name, other in (evaluations or {}).items()
         }
-        return Measured(rows, found, token_ages=result.token_ages)
+        return RunRecord(rows, found, token_ages=result.token_ages)
 
     def _evaluated(self, engine: Engine, value: VersionedParams, config: Config) -> dict[str, Any]:
         asked = held_out(without_splits(config.tasks))
@@ -547,20 +532,9 @@ def _check(name: str, ablation: Ablation, settings: Mapping[str, Any]) -> None:
         raise ArealError(f"speed={speed} is not a finite number above 0; use, for example, speed=0.6")
 
 
-def _config(ablation: Ablation, overrides: Sequence[str], seed: int, value: Any, arm: str) -> Config:
-    return load_config(*_sources(ablation, overrides, seed, value, arm))
-
-
-def _evaluation_configs(
-    ablation: Ablation, overrides: Sequence[str], seed: int, value: Any, arm: str
-) -> dict[str, Config]:
-    """Return the config of each evaluation of this run."""
-    own = _sources(ablation, overrides, seed, value, arm)
-    return {name: load_config(*own, *words) for name, words in ablation.evaluations.items()}
-
-
 def _sources(
     ablation: Ablation, overrides: Sequence[str], seed: int, value: Any, arm: str
 ) -> tuple[str, ...]:
+    """Return the recipe and the words that make a run's config."""
     own = (*ablation.arms[arm], *ablation.of_value.get(value, ()))
     return (ablation.recipe, *overrides, *own, f"{ablation.key}={value}", f"run.seed={seed}")

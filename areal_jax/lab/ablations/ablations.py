@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, mean, median, variance
 
-from areal_jax.lab.ablations.ablation import Ablation, Row, Table
+from areal_jax.lab.ablations.ablation import Ablation, RunRecord, Table
 from areal_jax.lab.ablations.interleaved_ablation import INTERLEAVED
 from areal_jax.lab.ablations.run_figures import WARM_UP, last_mean, mean_of, per_s, warm_mean
 from areal_jax.lab.ablations.strategy_ablation import STRATEGIES, words_of
@@ -39,9 +39,14 @@ Equal lengths: all completions are equally long, so that interrupting them gains
 # --- staleness ----------------------------------------------------------------------------------------------
 
 
+def _is_near(table: Table, arm: str, values: Sequence[int], margin: float) -> bool:
+    """Whether the arm's mean reward at each of `values` is within `margin` of that at 0."""
+    fresh = mean(table[0, arm]["reward"])
+    return all(abs(mean(table[value, arm]["reward"]) - fresh) <= margin for value in values)
+
+
 def _decoupled_holds(table: Table) -> bool:
-    oracle = mean(table[0, "decoupled"]["reward"])
-    return all(abs(mean(table[eta, "decoupled"]["reward"]) - oracle) <= ORACLE_MARGIN for eta in (1, 2, 4))
+    return _is_near(table, "decoupled", (1, 2, 4), ORACLE_MARGIN)
 
 
 def _naive_earns_less(table: Table) -> bool:
@@ -68,18 +73,18 @@ def _unbounded_costs(table: Table) -> bool:
 # --- interruption -------------------------------------------------------------------------------------------
 
 
-def _swap_ms(rows: Sequence[Row]) -> float:
+def _swap_ms(run: RunRecord) -> float:
     """Return the mean milliseconds that a host needs to adopt a version, recomputing of KV included.
 
     The first fifth (1 / WARM_UP) of the rows is left out. Returns 0 if no version was adopted in the others.
     """
-    late = rows[len(rows) // WARM_UP :]
+    late = run.rows[len(run.rows) // WARM_UP :]
     return 1e3 * sum(row["swap_s"] for row in late) / max(1, sum(row["swaps"] for row in late))
 
 
-def _recomputed_share(rows: Sequence[Row]) -> float:
+def _recomputed_share(run: RunRecord) -> float:
     """Return recomputed tokens per generated token, without the first fifth (1 / WARM_UP) of the rows."""
-    late = rows[len(rows) // WARM_UP :]
+    late = run.rows[len(run.rows) // WARM_UP :]
     return sum(row["recomputed_tokens"] for row in late) / sum(row["generated_tokens"] for row in late)
 
 
@@ -104,8 +109,7 @@ def _skew_makes_the_gain(table: Table) -> bool:
 
 
 def _aipo_bears_lag(table: Table) -> bool:
-    fresh = mean(table[0, "aipo"]["reward"])
-    return all(abs(mean(table[lag, "aipo"]["reward"]) - fresh) <= LAG_MARGIN for lag in (1, 4))
+    return _is_near(table, "aipo", (1, 4), LAG_MARGIN)
 
 
 def _aipo_leads_at_8(table: Table) -> bool:
@@ -143,11 +147,7 @@ def _spread(table: Table, figure: str, windows: Sequence[int]) -> float:
 
 
 def _windows_learn_as_sync(table: Table) -> bool:
-    oracle = mean(table[0, "grpo"]["reward"])
-    return all(
-        abs(mean(table[window, "grpo"]["reward"]) - oracle) <= _spread(table, "reward", (0, window))
-        for window in (1, 3)
-    )
+    return all(_is_near(table, "grpo", (window,), _spread(table, "reward", (0, window))) for window in (1, 3))
 
 
 def _wider_learns_no_faster(table: Table) -> bool:
@@ -239,7 +239,7 @@ ABLATIONS: Mapping[str, Ablation] = {
             "reward": last_mean("reward_mean"),
             "head_age": last_mean("head_age_mean"),
             "logp_gap_max": mean_of("logp_gap_max"),
-            "clip_share": lambda rows: fmean(row.get("clip_share", 0.0) for row in rows),
+            "clip_share": lambda run: fmean(row.get("clip_share", 0.0) for row in run.rows),
             "grad_norm": last_mean("grad_norm"),
         },
         claims={

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import fmean, mean
 
-from areal_jax.lab.ablations.ablation import Ablation, Contrast, Evaluations, Row, Table, paired
+from areal_jax.lab.ablations.ablation import Ablation, Contrast, RunRecord, Table, paired
+from areal_jax.lab.ablations.run_figures import mean_of
 from areal_jax.observe.estimates import Estimate, paired_estimate
 
 THINK_ANSWER, INTERLEAVE = "think_answer", "interleave"
@@ -25,43 +26,41 @@ TRAINED, LONGER = "3 steps", ("4 steps", "5 steps", "6 steps")
 ALGORITHMS = ("grpo", "reinforce_pp", "ppo")
 
 
-def _part(evaluation: str, part: str) -> Callable[[Evaluations], float]:
-    """Return a function of a run's evaluations: the mean of a reward part over the sampled completions."""
-    return lambda found: found[evaluation]["sampled"]["parts"][part]["value"]
+OfRun = Callable[[RunRecord], float]
+"""A figure of a run."""
 
 
-def _accuracy(evaluation: str) -> Callable[[Evaluations], float]:
-    return lambda found: found[evaluation]["sampled"]["pass@1"]["value"]
+def _part(evaluation: str, part: str) -> OfRun:
+    """Return a figure: the mean of a reward part over an evaluation's sampled completions."""
+    return lambda run: run.evaluations[evaluation]["sampled"]["parts"][part]["value"]
 
 
-def _mean_accuracy(*names: str) -> Callable[[Evaluations], float]:
-    return lambda found: fmean(_accuracy(name)(found) for name in names)
+def _accuracy(*evaluations: str) -> OfRun:
+    """Return a figure: the mean of pass@1 over the evaluations."""
+    return lambda run: fmean(run.evaluations[name]["sampled"]["pass@1"]["value"] for name in evaluations)
 
 
-def _paid(rows: Sequence[Row]) -> float:
+def _paid(run: RunRecord) -> float:
     """Return the fraction of the samples to which the gated part was paid; 0 without a gate."""
-    return fmean((row.get("paid_share") or {}).get("intermediate", 0.0) for row in rows)
+    return fmean((row.get("paid_share") or {}).get("intermediate", 0.0) for row in run.rows)
 
 
-def _gate_open(rows: Sequence[Row]) -> float:
-    return fmean(float((row.get("gates") or {}).get("intermediate", True)) for row in rows)
+def _gate_open(run: RunRecord) -> float:
+    return fmean(float((row.get("gates") or {}).get("intermediate", True)) for row in run.rows)
 
 
-Figure = Callable[[Sequence[Row]], float]
+def _early(figure: OfRun) -> OfRun:
+    """Return the figure of the first third of a run's rows, at least of one row."""
+    return lambda run: figure(run._replace(rows=run.rows[: max(1, len(run.rows) // 3)]))
 
 
-def _early(figure: Figure) -> Figure:
-    """Return a function of a run's rows: `figure` of their first third, at least of one row."""
-    return lambda rows: figure(rows[: max(1, len(rows) // 3)])
+def _late(figure: OfRun) -> OfRun:
+    """Return the figure of the last third of a run's rows, at least of one row."""
+    return lambda run: figure(run._replace(rows=run.rows[-max(1, len(run.rows) // 3) :]))
 
 
-def _late(figure: Figure) -> Figure:
-    """Return a function of a run's rows: `figure` of their last third, at least of one row."""
-    return lambda rows: figure(rows[-max(1, len(rows) // 3) :])
-
-
-def _right(rows: Sequence[Row]) -> float:
-    return fmean(row["reward_parts"]["correct"] for row in rows)
+def _right(run: RunRecord) -> float:
+    return fmean(row["reward_parts"]["correct"] for row in run.rows)
 
 
 # --- claims -------------------------------------------------------------------------------------------------
@@ -140,18 +139,15 @@ def _evaluation(steps: int) -> tuple[str, ...]:
     return (f"tasks.chained.steps={steps}",)
 
 
-EVALUATED: Mapping[str, Callable[[Evaluations], float]] = {
+FIGURES: Mapping[str, OfRun] = {
     "accuracy": _accuracy(TRAINED),
-    "accuracy_all": _mean_accuracy(TRAINED, *LONGER),
+    "accuracy_all": _accuracy(TRAINED, *LONGER),
     "ttft_share": _part(TRAINED, "ttft_share"),
     "first_correct": _part(TRAINED, "first_correct"),
     "sub_correct": _part(TRAINED, "sub_correct"),
     "format": _part(TRAINED, "format"),
-    "accuracy_longer": _mean_accuracy(*LONGER),
+    "accuracy_longer": _accuracy(*LONGER),
     **{f"accuracy_{name[0]}": _accuracy(name) for name in LONGER},
-}
-
-FIGURES: Mapping[str, Figure] = {
     "correct_mean": _right,
     "right_first": _early(_right),
     "right_last": _late(_right),
@@ -159,7 +155,7 @@ FIGURES: Mapping[str, Figure] = {
     "gate_open_last": _late(_gate_open),
     "paid_first": _early(_paid),
     "paid_last": _late(_paid),
-    "tokens": _late(lambda rows: fmean(row["completion_tokens_mean"] for row in rows)),
+    "tokens": _late(mean_of("completion_tokens_mean")),
 }
 
 INTERLEAVED = Ablation(
@@ -187,7 +183,6 @@ INTERLEAVED = Ablation(
     speed=0.6,
     figures=FIGURES,
     evaluations={TRAINED: _evaluation(3), **{name: _evaluation(int(name[0])) for name in LONGER}},
-    evaluated=EVALUATED,
     of_value={"ppo": ("algorithm.minibatches=1",)},
     shares_start=True,
     contrasts=_contrasts(),

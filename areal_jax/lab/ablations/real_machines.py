@@ -15,7 +15,7 @@ from areal_jax.episodes.conversation import TurnRequest
 from areal_jax.generation.commands import HandOver, HostSample, Stop, TakeOver, command_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.lab.simulation.decoders import Call
+from areal_jax.lab.simulation.decoders import StepResult
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.runtime.compute_choice import ComputeChoice
@@ -89,7 +89,7 @@ class EngineDecoder:
     def take_back(self, samples: Sequence[SampleId]) -> None:
         self._host.inbox.put(e.TakeBack(tuple(samples), self._host.name))
 
-    def step(self) -> Call:
+    def step(self) -> StepResult:
         host = self._host
         host.take_commands()
         before = host.statistics()
@@ -100,7 +100,7 @@ class EngineDecoder:
         ended = tuple(one for one in incoming if isinstance(one[0], ENDS))
         adopted = next((event for event, _ in incoming if isinstance(event, e.HostAdopted)), None)
         live = now.live + len(ended)
-        return Call(
+        return StepResult(
             adopted,
             prefills=live - before.live,
             live=live,

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from areal_jax.config.refusals import FIXED_STALENESS, ON_UPDATE
-from areal_jax.lab.ablations.ablation import Ablation, Measured, Table
+from areal_jax.lab.ablations.ablation import Ablation, RunRecord, Table
 from areal_jax.lab.ablations.run_figures import last_mean, per_s, warm_mean, warm_step_s
 from areal_jax.report.lanes import shares
 
@@ -23,17 +23,8 @@ FOR_VERSION = "wait: a version from the trainer"
 SPEED = "trained_tokens_per_s"
 
 
-def _share(role: str, activity: str) -> Callable[[Measured], float]:
-    return lambda measured: shares(measured.intervals).get(role, {}).get(activity, 0.0)
-
-
-OBSERVED: Mapping[str, Callable[[Measured], float]] = {
-    "trainer_waits_for_batch": _share("trainer", FOR_BATCH),
-    "hosts_wait_for_samples": _share("hosts", FOR_SAMPLES),
-    "hosts_wait_for_version": _share("hosts", FOR_VERSION),
-    "hosts_swap": _share("hosts", "swap"),
-}
-"""Idle time by cause, as shares of the time of the trainer and of all hosts."""
+def _share(role: str, activity: str) -> Callable[[RunRecord], float]:
+    return lambda run: shares(run.intervals).get(role, {}).get(activity, 0.0)
 
 
 def words_of(strategy: str) -> tuple[str, ...]:
@@ -69,8 +60,12 @@ STRATEGIES = Ablation(
         "step_s": warm_step_s,
         "token_age": warm_mean("token_age_mean"),
         "reward": last_mean("reward_mean"),
+        # Idle time by cause, as shares of the time of the trainer and of all hosts.
+        "trainer_waits_for_batch": _share("trainer", FOR_BATCH),
+        "hosts_wait_for_samples": _share("hosts", FOR_SAMPLES),
+        "hosts_wait_for_version": _share("hosts", FOR_VERSION),
+        "hosts_swap": _share("hosts", "swap"),
     },
-    observed=OBSERVED,
     of_value={strategy: words_of(strategy) for strategy in ON_UPDATE},
     takes_config=True,
     claims={

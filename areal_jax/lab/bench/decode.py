@@ -151,6 +151,22 @@ def call_s(
     return timed_s(run) / calls
 
 
+def decoding_calls(engine: Engine, value: VersionedParams, prompt: int) -> Callable[[], Any]:
+    """Returns a function that makes a decode call and returns its results, before they are computed.
+
+    Its first call continues from a state with every slot live (`filled`), every later one from the state
+    that the previous call left.
+    """
+    states = [filled(engine, value, prompt)]
+
+    def call() -> Any:
+        state, results = engine.generate(value, states.pop())
+        states.append(state)
+        return results.data
+
+    return call
+
+
 def _limits(engine: Engine, dtype: str, seconds: float, live_tokens: float) -> dict[str, Any]:
     """Returns the entries of `decode`'s result that compare a decode step with this machine's limits.
 

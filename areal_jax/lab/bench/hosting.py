@@ -15,7 +15,7 @@ from areal_jax.assembly.devices import machine
 from areal_jax.generation.commands import Start
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
-from areal_jax.lab.bench.decode import call_s, filled
+from areal_jax.lab.bench.decode import call_s, decoding_calls
 from areal_jax.lab.bench.measure import in_turn, median_s, random_model, random_params, timed_s
 from areal_jax.types import SampleId, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
@@ -204,11 +204,5 @@ def _parts_s(engine: Engine, store: MemoryStore, prompt: int) -> tuple[float, fl
     value = engine.load_params(store.load(0, engine.param_shardings))
     tokens = np.arange(prompt)
     prefill = median_s(lambda: engine.prefill(params=value, padded_tokens=tokens, true_length=prompt), 3)
-    states = [filled(engine, value, prompt)]
-
-    def call() -> Any:
-        state, results = engine.generate(value, states.pop())
-        states.append(state)
-        return results.data
-
+    call = decoding_calls(engine, value, prompt)
     return statistics.median(timed_s(call) for _ in range(6)) / engine.decode_steps, prefill

@@ -39,9 +39,9 @@ def loop(
     local = LocalBench()
     for repeat in range(repeats):
         for arm, words in arms.items():
-            rows = local.run(_decode_heavy(steps, median, seed + repeat, words)).rows
-            speeds[arm].append(per_s("trained_tokens")(rows))
-            rewards[arm].append(last_mean("reward_mean")(rows))
+            run = local.run(_decode_heavy(steps, median, seed + repeat, words))
+            speeds[arm].append(per_s("trained_tokens")(run))
+            rewards[arm].append(last_mean("reward_mean")(run))
     ratios = [a / s for a, s in zip(speeds["async"], speeds["sync"], strict=True)]
     return machine(shape, dtype, [1 / speed for speed in speeds["async"]]) | {
         "tokens_per_s": statistics.median(speeds["async"]),
@@ -60,14 +60,15 @@ def whole_run(*, steps: int, words: Sequence[str] = ()) -> dict[str, Any]:
 
     `words`: further settings, section.key=value.
     """
-    rows = LocalBench().run(_quiet("runtime.placement=shared", f"run.steps={steps}", *words)).rows
+    run = LocalBench().run(_quiet("runtime.placement=shared", f"run.steps={steps}", *words))
+    rows = run.rows
     late = rows[len(rows) // 2 :]
     names = "trainer_wait_share", "generator_idle_share", "decode_gap_p99_s"
     return {
         "reward_first": rows[0]["reward_mean"],
         "reward_last": statistics.mean(row["reward_mean"] for row in rows[-5:]),
         "run_s": rows[-1]["wall_s"],
-        "trained_tokens_per_s": per_s("trained_tokens")(rows),
+        "trained_tokens_per_s": per_s("trained_tokens")(run),
         **{name: statistics.median(row[name] for row in late) for name in names},
     }
 

@@ -27,10 +27,13 @@ from areal_jax.trainer.state import TrainState, make_optimizer
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trajectories.packing import pack
 from areal_jax.trees.tree_learner import TreeLearner
-from areal_jax.types import Batch, Group, PreparedBatch, SampleId, Sampling, Trajectory
+from areal_jax.types import Batch, Group, PreparedBatch, Prompt, SampleId, Sampling, Trajectory
 
 T = TypeVar("T")
 
+
+GROUP = 8
+"""Samples of each group of `skewed_groups`."""
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """The event that jax records for each program that it compiles or loads from its persistent cache."""
@@ -100,6 +103,30 @@ def random_trajectory(
         "stop",
         reward=float(sample.member % 2),
     )
+
+
+def skewed_groups(
+    sequences: int, length: int, median: float, sigma: float, shortest: int, vocab_size: int
+) -> list[Group]:
+    """Returns groups of GROUP random samples with one-token prompts, `sequences` samples in all.
+
+    Their lengths in tokens are lognormal with the median `median` and the standard deviation `sigma` of the
+    logarithm, clipped to `shortest`..`length`; token ids are below `vocab_size`.
+    """
+    rng = np.random.default_rng(0)
+    sizes = np.clip(np.round(rng.lognormal(np.log(median), sigma, sequences)), shortest, length).astype(int)
+    flat = [
+        random_trajectory(SampleId(i // GROUP, i % GROUP), int(size), rng, vocab_size)
+        for i, size in enumerate(sizes)
+    ]
+    starts = range(0, sequences, GROUP)
+    return [Group(start // GROUP, Prompt(tokens=[0]), tuple(flat[start : start + GROUP])) for start in starts]
+
+
+def full_batch(learner: Learner) -> Batch:
+    """Returns one micro-batch of `learner`, with rows full of random tokens."""
+    length, vocab_size = learner.length, learner.model.config.vocab_size
+    return packed_for(learner, skewed_groups(learner.rows, length, length, 0.0, length, vocab_size))
 
 
 def compile_s(call: Callable[[], Any]) -> dict[str, float]:

@@ -77,7 +77,7 @@ def parity(
     length = max(map(len, tokens.values())) + max_tokens
     mesh = make_mesh({"tensor": 1}, jax.devices(), "parity")
     params = source.load(param_shardings(model.logical_axes, model.abstract_params, mesh))
-    rows = []
+    algorithm, rows = preset("grpo", group_size=2, kl={"coef": 0}), []
     for dtype in dtypes:
         for kind in numerics:
             progress(f"{dtype}, {kind}")
@@ -90,7 +90,8 @@ def parity(
                 Group(ordinal, asked[ordinal], tuple(dataclasses.replace(one, reward=0.0) for one in found))
                 for ordinal, found in sampled(engine, value, tokens, members, sampling, seed).items()
             ]
-            again = recomputed_logp(scorer(own, length), params, groups)
+            learner = Learner(own, algorithm, optax.identity(), rows=ROWS, length=length)  # it never trains
+            again = recomputed_logp(learner, params, groups)
             recorded = [one.behavior_logp[one.loss_mask] for group in groups for one in group.trajectories]
             figures = compared(np.concatenate(recorded), np.concatenate(again))
             rows.append({"numerics": kind, "dtype": dtype, **figures})
@@ -123,12 +124,6 @@ def compared(recorded: np.ndarray, again: np.ndarray) -> dict[str, Any]:
         "unequal": unequal,
         "equal_share": 1 - unequal / gap.size,
     }
-
-
-def scorer(model: Model, length: int) -> Learner:
-    """Returns a learner that never trains: it computes log-probs of rows of `length` tokens."""
-    algorithm = preset("grpo", group_size=2, kl={"coef": 0})
-    return Learner(model, algorithm, optax.identity(), rows=ROWS, length=length)
 
 
 def recomputed_logp(learner: Learner, params: Params, groups: Sequence[Group]) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """The benchmarks of `areal-jax bench`: medians, most beside a limit of this machine measured in the same run.
 
 Models have random weights and, in most benchmarks, the size of SmolLM2-135M by default. `decode` uses 16
-slots and bfloat16 weights; `update` and `logprob` use a float32 batch of 8 rows of 256 tokens.
+slots and bfloat16 weights; `update` uses a float32 batch of 8 rows of 256 tokens.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from areal_jax.lab.bench.decode import decode, prefill, sample
 from areal_jax.lab.bench.gpu.timed_stages import gpu
 from areal_jax.lab.bench.hosting import serve, swap
 from areal_jax.lab.bench.loop import loop
-from areal_jax.lab.bench.measure import bench_learner, compile_s, matrix_peak, packed_for, timed_s, updates
-from areal_jax.lab.bench.packed import packed, skewed_groups
+from areal_jax.lab.bench.measure import bench_learner, compile_s, full_batch, matrix_peak, timed_s, updates
 from areal_jax.lab.bench.prefix_trees import tree
 from areal_jax.lab.bench.sync import sync
 from areal_jax.models.transformer import Remat
 from areal_jax.plugin import check_settings
 from areal_jax.runtime.device_memory import reset_peak, resident_bytes
-from areal_jax.trainer.learner import Learner
-from areal_jax.trainer.state import TrainState
-from areal_jax.types import ArealError, Batch, PreparedBatch
+from areal_jax.types import ArealError
 
 
 def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,19 +35,6 @@ def bench(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ArealError(f"unknown benchmark {name}; choose one of: {', '.join(BENCHES)}")
     check_settings(BENCHES[name], settings, f"bench {name}")
     return BENCHES[name](**settings)
-
-
-def logprob(
-    *, shape: str = "smollm2-135m", rows: int = 8, length: int = 256, dtype: str = "float32", repeats: int = 5
-) -> dict[str, Any]:
-    """Measures tokens per second of the trainer's log-prob pass over `rows` rows of `length` tokens each.
-
-    The rows have no padding. In the result, `limit` is the throughput if a token costs 2 FLOPs per parameter,
-    at the FLOP/s measured for a large matrix product.
-    """
-    learner, state, batch = _trainer(shape, rows, length, dtype)
-    flops = 2 * learner.model.parameter_count * batch.tokens.size
-    return _of_peak(shape, dtype, flops, batch, lambda: learner.prepare(state, batch), repeats)
 
 
 def update(
@@ -69,48 +53,29 @@ def update(
     `memory_forecast_bytes` is the device memory that an update is forecast to need, state and batch included;
     `memory_grown_bytes` is how far the process's host memory grew in one update, up to its peak.
     """
-    learner, state, batch = _trainer(shape, rows, length, dtype, remat)
-    batch = learner.prepare(state, batch)
+    learner, state = bench_learner(shape, rows, length, dtype, remat)
+    batch = learner.prepare(state, full_batch(learner))
     forecast = learner.forecast(state, batch)
     once, before = partial(updates(learner, state), batch), resident_bytes("VmRSS")
     reset_peak()
     timed_s(once)
     grown = resident_bytes() - before
-    flops = 6 * learner.model.parameter_count * batch.tokens.size
-    return _of_peak(shape, dtype, flops, batch, once, repeats) | {
-        "memory_forecast_bytes": forecast.peak,
-        "memory_forecast_beyond_resident_bytes": forecast.peak - forecast.resident,
-        "memory_grown_bytes": grown,
-    }
-
-
-MEASUREMENTS = (decode, prefill, sample, logprob, update, packed, tree, loop, sync, serve, swap, costs, gpu)
-
-BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}
-
-# --- parts --------------------------------------------------------------------------------------------------
-
-
-def _trainer(
-    shape: str, rows: int, length: int, dtype: str, remat: Remat = "none"
-) -> tuple[Learner, TrainState, Batch]:
-    """Returns a learner, its initial state, and one micro-batch: `rows` rows full of random tokens."""
-    learner, state = bench_learner(shape, rows, length, dtype, remat)
-    groups = skewed_groups(rows, length, length, 0.0, length, learner.model.config.vocab_size)
-    return learner, state, packed_for(learner, groups)
-
-
-def _of_peak(
-    shape: str, dtype: str, flops: int, batch: Batch | PreparedBatch, once: Callable[[], Any], repeats: int
-) -> dict[str, Any]:
-    """Returns figures of `once`, which processes `batch` with `flops` FLOPs, beside the measured FLOP/s."""
     compiling = compile_s(once)
     runs = [timed_s(once) for _ in range(repeats)]
     seconds, tokens, peak = statistics.median(runs), batch.tokens.size, matrix_peak(dtype)
+    flops = 6 * learner.model.parameter_count * tokens
     return machine(shape, dtype, runs) | {
         "tokens_per_s": tokens / seconds,
         "batch": list(batch.tokens.shape),
         "limit": tokens * peak / flops,
         "fraction_of_peak": flops / seconds / peak,
         **compiling,
+        "memory_forecast_bytes": forecast.peak,
+        "memory_forecast_beyond_resident_bytes": forecast.peak - forecast.resident,
+        "memory_grown_bytes": grown,
     }
+
+
+MEASUREMENTS = (decode, prefill, sample, update, tree, loop, sync, serve, swap, costs, gpu)
+
+BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}

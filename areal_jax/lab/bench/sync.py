@@ -6,12 +6,15 @@ comparison, Orbax with its default settings, safetensors, and one plain copy of 
 
 from __future__ import annotations
 
+import dataclasses
+import multiprocessing as mp
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,8 @@ from areal_jax.assembly.devices import machine, use_virtual_cpus
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import POLL_S
 from areal_jax.lab.bench.measure import random_model, timed_s
-from areal_jax.lab.bench.spawned import DEADLINE_S
-from areal_jax.lab.bench.sync_publisher import adapted_model, publisher
+from areal_jax.models.config import Lora
+from areal_jax.models.lora import adapters_of, base_of, with_adapters
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.types import ArealError, VersionedParams
@@ -34,9 +37,12 @@ from areal_jax.weights.orbax import OrbaxReader, OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.publishing import PublisherSettings
 from areal_jax.weights.store import FetchingReader, ParamReader
+from areal_jax.weights.transfer.publisher import TransferStore
 from areal_jax.weights.transfer.reader import TransferReader
 
+DEADLINE_S = 600.0
 TMPFS = "/dev/shm"
+LORA = Lora(rank=8, alpha=16.0)
 
 Times = dict[str, float]
 """Part of a transfer -> seconds. `whole`: from the start of publishing until a host can decode. `bytes` is no
@@ -170,16 +176,17 @@ def _between_processes(open_now: ExitStack, shape: str, dtype: str) -> dict[str,
     which only the LoRA adapters changed, and measures the second, because the reader keeps a parameter only
     after it was equal in two versions. The sender is another process, which closing `open_now` ends.
     """
-    engine = Engine(adapted_model(shape), slots=1, length=32)
-    address, publish = open_now.enter_context(publisher(shape, dtype))
-    reader = TransferReader(address, engine.canary, DEADLINE_S)
+    engine = Engine(_adapted_model(shape), slots=1, length=32)
+    pipe = open_now.enter_context(_publisher(shape, dtype))
+    reader = TransferReader(_received(pipe), engine.canary, DEADLINE_S)
     open_now.callback(reader.close)
     ahead = _ahead(open_now, reader, engine)
     held: list[VersionedParams] = []
 
     def transfer(version: int, what: str) -> Times:
         before = reader.pulled_bytes
-        began, stall = publish(version, what)
+        pipe.send((version, what))
+        began, stall = _received(pipe)
         pause = _adopt(ahead, version, engine, held)
         whole = time.time() - began
         return {"stall": stall, "pause": pause, "whole": whole, "bytes": reader.pulled_bytes - before}
@@ -278,3 +285,67 @@ def _safetensors(tree: Any, path: Path) -> Times:
     save_s = timed_s(lambda: save_file({name: np.asarray(leaf) for name, leaf in plain.items()}, path))
     load_s = timed_s(lambda: jax.device_put(load_file(path), jax.devices()[0]))
     return {"save": save_s, "load": load_s, "whole": save_s + load_s}
+
+
+# --- the trainer's process ----------------------------------------------------------------------------------
+
+
+def _adapted_model(shape: str) -> Model:
+    """Returns a model of the built-in size `shape`, with LoRA adapters beside every projection matrix."""
+    plain = random_model(shape, "float32")
+    return Model(dataclasses.replace(plain.config, lora=LORA), plain.tokenizer)
+
+
+@contextmanager
+def _publisher(shape: str, dtype: str) -> Iterator[Connection]:
+    """Context manager: starts a child process that runs `_publish`; yields the pipe to it, and kills it."""
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_publish, args=(there, shape, dtype), daemon=True)
+    process.start()
+    there.close()  # else the pipe stays open when the child ends
+    try:
+        yield here
+    finally:
+        process.kill()
+        process.join()
+
+
+def _received(pipe: Connection) -> Any:
+    """Returns the child's next message; raises ArealError if it ended, or after DEADLINE_S seconds."""
+    if not pipe.poll(DEADLINE_S):
+        raise ArealError(
+            f"the benchmark's other process sent no message for {DEADLINE_S:g} s, so the benchmark ends; see "
+            "its last lines above"
+        )
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise ArealError(
+            "the benchmark's other process ended unexpectedly, so the benchmark ends; see its traceback above"
+        ) from None
+
+
+def _publish(pipe: Connection, shape: str, dtype: str) -> None:
+    """Sends its address; then, for each (version, what) from the pipe, changes its parameters and publishes.
+
+    `what`: all or adapters. The answer is the time when publishing began (time.time()), and for how many
+    seconds it blocked this process.
+    """
+    model = _adapted_model(shape)
+    params = jax.block_until_ready(model.init(0))
+    probe = Engine(model, slots=1, length=32).canary
+    store = TransferStore(PublisherSettings(probe, dtype, DEADLINE_S))
+    scale = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 1.001 + 1e-3, tree), donate_argnums=0)
+    pipe.send(store.address)
+    while True:
+        version, what = pipe.recv()
+        if what == "all":
+            params = scale(params)
+        else:
+            params = with_adapters(base_of(params), scale(adapters_of(params)))
+        value = VersionedParams(version, params, digest(params))
+        began = time.time()
+        store.publish(value)
+        pipe.send((began, time.time() - began))
+        store.wait(DEADLINE_S)

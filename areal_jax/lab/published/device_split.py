@@ -32,7 +32,7 @@ SPLIT_STEPS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Devices:
+class DeviceCosts:
     """The devices of a run and the links between them."""
 
     count: int
@@ -63,7 +63,7 @@ class Devices:
     def transfer_s(self, degree: int, sent_bytes: float) -> float:
         """Return the seconds that `sent_bytes` of all-reduced data spend on the links of `degree` devices.
 
-        Devices of a node reduce first; then each node exchanges the result with the others.
+        DeviceCosts of a node reduce first; then each node exchanges the result with the others.
         """
         within, nodes = min(degree, self.node), max(1.0, degree / self.node)
         exchanged = (1 - 1 / within) / self.link + (1 - 1 / nodes) / self.network
@@ -98,7 +98,7 @@ class RoleCost:
     most_samples: float = math.inf
     """Largest micro-batch of a replica."""
 
-    def times_s(self, devices: Devices, degree: int) -> tuple[float, float]:
+    def times_s(self, devices: DeviceCosts, degree: int) -> tuple[float, float]:
         """Return a(m), seconds of a micro-batch, and c(m), further seconds for each of its samples."""
         fixed_s = self.fixed_s / degree + self.messages * devices.latency_s(degree)
         read_s = self.sample_read_s / min(degree, self.sample_split)
@@ -113,7 +113,7 @@ class RoleCost:
 class CostModel:
     """Devices, roles and batch. Raises ArealError for a figure that is not above 0, or negative."""
 
-    devices: Devices
+    devices: DeviceCosts
     trainer: RoleCost
     generator: RoleCost
     samples: float
@@ -157,7 +157,7 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPlan:
     """A step's time, and the plan of each role."""
 
     step_s: float
@@ -190,7 +190,7 @@ def plan_role(model: CostModel, role: RoleCost, count: float, degree: int, resid
     return RolePlan(count, degree, samples, share * (fixed_s / samples + sample_s), fitting < wanted)
 
 
-def synchronous(model: CostModel) -> Step:
+def synchronous(model: CostModel) -> StepPlan:
     """Return the fastest step with shared devices.
 
     Activations and KV use the memory beside both states in turn. Raises ArealError if no degree fits.
@@ -199,7 +199,7 @@ def synchronous(model: CostModel) -> Step:
     return _fitting(model, min(steps, key=lambda step: step.step_s))
 
 
-def asynchronous(model: CostModel) -> Step:
+def asynchronous(model: CostModel) -> StepPlan:
     """Return the fastest step with split devices, at the balanced split: both roles take equally long.
 
     Raises ArealError if no degree fits.
@@ -223,21 +223,21 @@ def _degrees(model: CostModel) -> list[int]:
     return [degree for degree in model.devices.degrees if degree <= model.devices.count]
 
 
-def _shared(model: CostModel, degree: int) -> Step:
+def _shared(model: CostModel, degree: int) -> StepPlan:
     count, shared = model.devices.count, model.shared_generator or model.generator
     roles = (model.trainer, shared)
     resident = sum(role.resident_bytes(degree) for role in roles)
     trainer, generator = (plan_role(model, role, count, degree, resident) for role in roles)
     fixed_s, _ = shared.times_s(model.devices, degree)
     wait_s = (model.longest - 1) * fixed_s
-    return Step(trainer.step_s + generator.step_s + wait_s, trainer, generator)
+    return StepPlan(trainer.step_s + generator.step_s + wait_s, trainer, generator)
 
 
-def _split(model: CostModel, theta: float) -> Step:
+def _split(model: CostModel, theta: float) -> StepPlan:
     count = model.devices.count
     trainer = _fastest(model, model.trainer, theta * count)
     generator = _fastest(model, model.generator, (1 - theta) * count)
-    return Step(max(trainer.step_s, generator.step_s), trainer, generator)
+    return StepPlan(max(trainer.step_s, generator.step_s), trainer, generator)
 
 
 def _fastest(model: CostModel, role: RoleCost, count: float) -> RolePlan:
@@ -245,7 +245,7 @@ def _fastest(model: CostModel, role: RoleCost, count: float) -> RolePlan:
     return min(plans, key=lambda plan: plan.step_s)
 
 
-def _fitting(model: CostModel, step: Step) -> Step:
+def _fitting(model: CostModel, step: StepPlan) -> StepPlan:
     if math.isinf(step.step_s):
         raise ArealError(
             f"state and one sample fit at no parallel degree of {_degrees(model)} into "

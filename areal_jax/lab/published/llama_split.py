@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_jax.lab.published.device_split import CostModel, Devices, RoleCost, Step, asynchronous, synchronous
+from areal_jax.lab.published.device_split import (
+    CostModel,
+    DeviceCosts,
+    RoleCost,
+    StepPlan,
+    asynchronous,
+    synchronous,
+)
 
 BF16, FLOAT32 = 2, 4
 """Bytes of a number."""
@@ -128,7 +135,7 @@ def split_table(
     ]
 
 
-def _row(size: ModelSize, name: str, shared: Step, split: Step) -> dict[str, Any]:
+def _row(size: ModelSize, name: str, shared: StepPlan, split: StepPlan) -> dict[str, Any]:
     published_sync_s, published_async_s = size.published_s
     return {
         "model": size.name,
@@ -156,7 +163,7 @@ def _row(size: ModelSize, name: str, shared: Step, split: Step) -> dict[str, Any
 def cost_model(size: ModelSize, assumed: Assumptions | None = None) -> CostModel:
     """Return the cost model of RL with this model on H100 GPUs."""
     assumed = assumed or Assumptions()
-    devices = Devices(
+    devices = DeviceCosts(
         count=size.gpus,
         memory_bytes=assumed.memory_bytes,
         link=assumed.link,

@@ -57,14 +57,14 @@ class Design:
 
 
 @dataclass(frozen=True)
-class Speed:
+class RunSpeed:
     tokens_per_s: float
     """Trained tokens a second."""
     rollout_only_s: float
     """Seconds of a step in which the trainer waits for samples."""
 
 
-def speed(design: Design, costs: Schedule) -> Speed:
+def speed(design: Design, costs: Schedule) -> RunSpeed:
     """Simulate the design. Raises ArealError if the run breaks an invariant of the control plane."""
     config = make_config(
         {
@@ -92,7 +92,7 @@ def speed(design: Design, costs: Schedule) -> Speed:
     waits = shares(found.intervals).get("trainer", {}).get(FOR_BATCH, 0.0)
     first_s = found.rows[0]["wall_s"] - costs.train_s  # `shares` begins with the first update
     waited_s = first_s + waits * (whole_s - first_s)
-    return Speed(tokens / whole_s, waited_s / len(found.rows))
+    return RunSpeed(tokens / whole_s, waited_s / len(found.rows))
 
 
 # --- AReaL (arXiv:2505.24298) -------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def by_staleness(seed: int) -> dict[int, float]:
     return {eta: _of_staleness(eta, costs).tokens_per_s for eta in (0, 1, 2, 4, 8, 16)}
 
 
-def _of_staleness(eta: int, costs: Schedule, **sizes: Any) -> Speed:
+def _of_staleness(eta: int, costs: Schedule, **sizes: Any) -> RunSpeed:
     return speed(Design("interruptible" if eta else "sync", eta, **sizes), costs)
 
 
@@ -140,7 +140,7 @@ def of_interruption(seed: int, sigma: float = 1.0, median_tokens: float = 24) ->
 # --- DORA ---------------------------------------------------------------------------------------------------
 
 
-def paradigms(seed: int, sigma: float, cut: int, bound: int = 3) -> dict[str, Speed]:
+def paradigms(seed: int, sigma: float, cut: int, bound: int = 3) -> dict[str, RunSpeed]:
     """Returns the speed of each paradigm for lognormal lengths of `sigma`, cut at `cut` times the median.
 
     Synchronous, 8 devices generate and train in turn, and training takes 35 % of the step, as in DORA's
@@ -243,7 +243,7 @@ def _areal(seeds: Sequence[int]) -> list[Line]:
 def _dora(seeds: Sequence[int]) -> list[Line]:
     heavy, mild = ([paradigms(seed, *lengths) for seed in seeds] for lengths in (HEAVY, MILD))
 
-    def gain(found: Sequence[Mapping[str, Speed]], one: str, other: str) -> float:
+    def gain(found: Sequence[Mapping[str, RunSpeed]], one: str, other: str) -> float:
         return median(speeds[one].tokens_per_s / speeds[other].tokens_per_s for speeds in found)
 
     waits = median(one["sync"].rollout_only_s / one["dora"].rollout_only_s for one in heavy)

@@ -22,7 +22,7 @@ SAMPLING = Sampling()
 
 
 @dataclass(frozen=True)
-class Call:
+class StepResult:
     """The result of one step of a decoder."""
 
     adopted: e.HostAdopted | None
@@ -73,13 +73,13 @@ class Decoder(Protocol):
         """Decode samples again that are kept for another host."""
         ...
 
-    def step(self) -> Call:
+    def step(self) -> StepResult:
         """Adopt the newest committed version, fill free slots with waiting samples, and decode once."""
         ...
 
 
 @dataclass
-class Work:
+class DrawnSample:
     """A sample of a `DrawnDecoder`, waiting or decoding. `fails`: whether it ends in a SampleFailed event."""
 
     sample: SampleId
@@ -150,19 +150,21 @@ class DrawnDecoder:
         self,
         name: str,
         config: Config,
-        work: Callable[[SampleId, int | None], Work],
+        work: Callable[[SampleId, int | None], DrawnSample],
         latest: Callable[[], tuple[PolicyVersion, str]],
+        seen: Callable[[str, StepResult, bool], None] = lambda *_: None,
     ) -> None:
+        """`seen(name, result, is_waiting)` is called each step; is_waiting: whether samples lack slots."""
         self.name = name
-        self._work, self._latest = work, latest
+        self._work, self._latest, self._seen = work, latest, seen
         self._slots, self._steps = config.generation.rollout_slots, config.generation.decode_steps
         self._limit, self._on_update = config.generation.max_tokens, config.on_update
         self._version: PolicyVersion = -1
         # None: the host adopts every version by itself, as where hosts decode for all versions.
         self._serves = -1 if config.places_versions else None
-        self._queue: deque[Work] = deque()
-        self._live: list[Work] = []
-        self._kept: dict[SampleId, Work] = {}
+        self._queue: deque[DrawnSample] = deque()
+        self._live: list[DrawnSample] = []
+        self._kept: dict[SampleId, DrawnSample] = {}
         """Samples that are offered to another host."""
         self._episodes: dict[SampleId, PolicyVersion] = {}
         """The open samples that have had a turn here, and its version."""
@@ -226,7 +228,7 @@ class DrawnDecoder:
         begun = [work for work in [*self._live, *self._queue, *self._kept.values()] if work.tokens]
         return {work.version for work in begun} | {self._version, *self._episodes.values()}
 
-    def step(self) -> Call:
+    def step(self) -> StepResult:
         adopted, recomputed = self._adopt()
         prefills = self._refill()
         versions = {work.version for work in self._live}
@@ -235,7 +237,9 @@ class DrawnDecoder:
         ended = tuple(self._end(work) for work in self._live if work.tokens >= work.length)
         self._live = [work for work in self._live if work.tokens < work.length]
         held = len(versions | self._held)
-        return Call(adopted, prefills, live, tokens, ended, recomputed, len(versions), held)
+        result = StepResult(adopted, prefills, live, tokens, ended, recomputed, len(versions), held)
+        self._seen(self.name, result, bool(self._queue))
+        return result
 
     def _adopt(self) -> tuple[e.HostAdopted | None, int]:
         """Adopt the newest version; return the event (None if nothing is adopted) and the tokens recomputed.
@@ -277,7 +281,7 @@ class DrawnDecoder:
                 started += 1
         return started
 
-    def _end(self, work: Work) -> Incoming:
+    def _end(self, work: DrawnSample) -> Incoming:
         if work.fails:
             self._episodes.pop(work.sample, None)
             return e.SampleFailed(work.sample, self.name, "simulated"), None

@@ -10,7 +10,7 @@ import numpy as np
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.reward_gate import CORRECT
-from areal_jax.lab.simulation.decoders import Decoder, DrawnDecoder, Work
+from areal_jax.lab.simulation.decoders import Decoder, DrawnDecoder, DrawnSample, StepResult
 from areal_jax.lab.simulation.schedule import Schedule
 from areal_jax.runtime.core import Prompts
 from areal_jax.tasks.errors import PromptError
@@ -84,16 +84,22 @@ class DrawnMachines:
     A result depends only on the seed and on the sample, group or version to which the result belongs.
     """
 
-    def __init__(self, config: Config, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        seen: Callable[[str, StepResult, bool], None] = lambda *_: None,
+    ) -> None:
+        """`seen`: as in `DrawnDecoder`."""
         self.prompts = EmptyPrompts(schedule)
-        self._config, self._schedule = config, schedule
+        self._config, self._schedule, self._seen = config, schedule, seen
 
     def decoder(self, name: str, latest: Callable[[], PolicyVersion]) -> Decoder:
         def committed() -> tuple[PolicyVersion, str]:
             version = latest()
             return version, self.publish(version)
 
-        return DrawnDecoder(name, self._config, self._work, committed)
+        return DrawnDecoder(name, self._config, self._work, committed, self._seen)
 
     def score(
         self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]
@@ -124,11 +130,11 @@ class DrawnMachines:
         """Return a digest made from the version's number; it is the same if the version is trained again."""
         return f"digest-{version}"
 
-    def _work(self, sample: SampleId, turn: int | None = None) -> Work:
+    def _work(self, sample: SampleId, turn: int | None = None) -> DrawnSample:
         return drawn_work(self._schedule, sample, self._config.generation.max_tokens, turn)
 
 
-def drawn_work(schedule: Schedule, sample: SampleId, most: int, turn: int | None = None) -> Work:
+def drawn_work(schedule: Schedule, sample: SampleId, most: int, turn: int | None = None) -> DrawnSample:
     """Draw a sample's length and whether it fails, from the schedule's seed and the sample's id alone.
 
     `most`: tokens of the longest completion. `turn`: number of the episode's turn to draw instead.
@@ -136,4 +142,4 @@ def drawn_work(schedule: Schedule, sample: SampleId, most: int, turn: int | None
     rng = np.random.default_rng([schedule.seed, 3, *sample, *(() if turn is None else (turn,))])
     tokens = schedule.median_tokens * np.exp(schedule.sigma_tokens * rng.standard_normal())
     fails = bool(rng.random() < schedule.failed_samples)
-    return Work(sample, min(max(round(tokens), 1), most), fails, turn=turn)
+    return DrawnSample(sample, min(max(round(tokens), 1), most), fails, turn=turn)

@@ -15,17 +15,17 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._pending: list[tuple[float, int, str, Callable[..., None], tuple[Any, ...]]] = []
+        self._pending: list[tuple[float, int, str, Callable[..., object], tuple[Any, ...]]] = []
         self._calls = 0
         self._paused: dict[str, float] = {}
         """Process -> time at which its pause ends."""
 
-    def later(self, seconds: float, call: Callable[..., None], *arguments: Any, of: str = "") -> None:
+    def later(self, seconds: float, call: Callable[..., object], *arguments: Any, of: str = "") -> None:
         """Schedule a call, by the process `of`; "": by none that can be paused."""
         self._calls += 1  # calls at equal times run in the order in which they were scheduled
         heapq.heappush(self._pending, (self.now_s + seconds, self._calls, of, call, arguments))
 
-    def with_driver(self, process: str, call: Callable[..., None], *arguments: Any) -> None:
+    def with_driver(self, process: str, call: Callable[..., object], *arguments: Any) -> None:
         """Make a call for which a process and the driver exchange messages, once neither is paused."""
         for paused in (process, DRIVER):
             if self.is_paused(paused):

@@ -22,14 +22,11 @@ from areal_jax.control.audit import AuditResult, Row, audit
 from areal_jax.control.events import Action, Event
 from areal_jax.control.machine import ControlPlane
 from areal_jax.episodes.conversation import Conversation
-from areal_jax.lab.simulation.hosts import Host
 from areal_jax.lab.simulation.machines import DrawnMachines, Machines
 from areal_jax.lab.simulation.memory_journal import MemoryJournal
 from areal_jax.lab.simulation.meters import Meters
-from areal_jax.lab.simulation.rewards import Rewards
+from areal_jax.lab.simulation.processes import BACK_S, Rewards, SimHost, SimTrainer
 from areal_jax.lab.simulation.schedule import CRASHES, PAUSES, Fault, Schedule
-from areal_jax.lab.simulation.surroundings import BACK_S
-from areal_jax.lab.simulation.trainers import Trainer
 from areal_jax.lab.simulation.virtual_clock import DRIVER, REWARD, VirtualClock
 from areal_jax.lab.simulation.workflows import DrawnWorkflows
 from areal_jax.runtime.core import DriverCore, Incoming, Offer
@@ -88,9 +85,9 @@ class World:
         self._core = self._driver(ControlPlane(config))
         self.epoch = 0
         self._noise = np.random.default_rng([schedule.seed, 2])
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, SimHost] = {}
         self.workflows = DrawnWorkflows(config, schedule, self._later_in_workflow, self.deliver)
-        self._trainer, self._rewards = Trainer(self), Rewards(self, self.workflows)
+        self._trainer, self._rewards = SimTrainer(self), Rewards(self, self.workflows)
         self._faults = list(schedule.faults)
         self._finished_s = 0.0
         self._is_down = False
@@ -267,7 +264,7 @@ class World:
                     f"Schedule.faults: unknown kind {fault.kind}; use one of {', '.join([*CRASHES, *PAUSES])}"
                 )
 
-    def _struck(self, fault: Fault) -> Host:
+    def _struck(self, fault: Fault) -> SimHost:
         return self.hosts[sorted(self.hosts)[fault.host % len(self.hosts)]]
 
     def _crash(self, down_s: float) -> None:
@@ -333,7 +330,8 @@ class World:
             self.clock.later(0.001 * index, self._join, f"host{index}", of=DRIVER)
 
     def _join(self, name: str) -> None:
-        self.hosts[name] = Host(name, self.machines.decoder(name, lambda: self.control.state.version), self)
+        decoder = self.machines.decoder(name, lambda: self.control.state.version)
+        self.hosts[name] = SimHost(name, decoder, self)
         self.deliver(e.HostJoined(name, self.config.generation.rollout_slots))
 
     def sample_ended(self, event: Event, trajectory: Trajectory | None, epoch: int) -> None:

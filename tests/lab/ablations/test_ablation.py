@@ -15,7 +15,7 @@ from areal_jax.config.tree import Config
 from areal_jax.control.events import SampleFinished
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.rollout import rollout
-from areal_jax.lab.ablations.ablation import Table, Workbench, ablate, schedule
+from areal_jax.lab.ablations.ablation import RunRecord, Table, Workbench, ablate, schedule
 from areal_jax.lab.ablations.ablations import ABLATIONS, find
 from areal_jax.lab.ablations.real_machines import RealMachines
 from areal_jax.lab.simulation.machines import DrawnMachines
@@ -237,12 +237,12 @@ def test_rates_leave_the_first_steps_out_and_swaps_cost_what_hosts_say():
     figures = {
         name: INTERRUPTION.figures[name] for name in ("trained_tokens_per_s", "swap_ms", "recomputed_share")
     }
-    assert {name: figure(rows) for name, figure in figures.items()} == {
+    assert {name: figure(RunRecord(rows)) for name, figure in figures.items()} == {
         "trained_tokens_per_s": 30.0,
         "swap_ms": 250.0,
         "recomputed_share": 0.25,
     }
-    assert figures["swap_ms"]([{"swaps": 0, "swap_s": 0.0}] * 5) == 0.0
+    assert figures["swap_ms"](RunRecord([{"swaps": 0, "swap_s": 0.0}] * 5)) == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from areal_jax.cli.main import app
 from areal_jax.config.loading import load_config
 from areal_jax.lab.ablations.ablation import (
     Contrast,
-    Measured,
+    RunRecord,
     Workbench,
-    _config,
     _places,
     _read,
+    _sources,
     ablate,
     paired,
 )
@@ -86,7 +86,7 @@ class Recorded:
     def __init__(self) -> None:
         self.runs = 0
 
-    def run(self, config, evaluations) -> Measured:
+    def run(self, config, evaluations) -> RunRecord:
         self.runs += 1
         right = {"value": 0.1 * config.run.seed + (0.5 if "think" in str(config.tasks) else 0.25)}
         named = ("ttft_share", "first_correct", "sub_correct", "format")
@@ -98,7 +98,7 @@ class Recorded:
         }
         row |= {"completion_tokens_mean": 9.0}
         sampled = {"pass@1": right, "parts": parts}
-        return Measured([row] * config.run.steps, {name: {"sampled": sampled} for name in evaluations})
+        return RunRecord([row] * config.run.steps, {name: {"sampled": sampled} for name in evaluations})
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_the_smoke_words_of_every_ablation_make_a_valid_config(name):
     settings, overrides = _read(name, ablation, ablation.smoke)
     places = _places(settings)
     assert 1 <= len(places) <= 2
-    assert all(_config(ablation, overrides, *place).run.steps <= 8 for place in places)
+    assert all(load_config(*_sources(ablation, overrides, *place)).run.steps <= 8 for place in places)
 
 
 def test_finished_runs_are_kept_and_not_repeated(recorded, tmp_path: Path):

@@ -15,7 +15,7 @@ from areal_jax.cli.main import app
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.lab.ablations import ablation as ablation_module
-from areal_jax.lab.ablations.ablation import Measured, Runner, ablate
+from areal_jax.lab.ablations.ablation import Runner, RunRecord, ablate
 from areal_jax.lab.ablations.strategy_ablation import (
     FOR_BATCH,
     FOR_SAMPLES,
@@ -163,7 +163,7 @@ def test_a_run_that_sleeps_is_as_fast_as_its_simulation_says(strategy: str):
 # --- the table ----------------------------------------------------------------------------------------------
 
 
-def by_strategy(config: Config) -> Measured:
+def by_strategy(config: Config) -> RunRecord:
     speed = {"sync": 100.0, "one_step": 90.0}.get(config.control.strategy, 150.0) + config.run.seed
     rows = [
         {
@@ -175,7 +175,7 @@ def by_strategy(config: Config) -> Measured:
         }
         for step in range(10)
     ]
-    return Measured(rows, token_ages={0: 3, 1: 1})
+    return RunRecord(rows, token_ages={0: 3, 1: 1})
 
 
 def test_each_strategy_runs_once_a_seed_with_its_own_bound_and_claims_compare_seed_by_seed():
@@ -200,7 +200,7 @@ def test_the_first_word_may_be_a_config_and_other_ablations_take_none(tmp_path: 
     own.write_text(Path(STRATEGIES.recipe).read_text().replace("batch_size: 4", "batch_size: 2"))
     seen: list[Config] = []
 
-    def run(config: Config) -> Measured:
+    def run(config: Config) -> RunRecord:
         seen.append(config)
         return by_strategy(config)
 
@@ -219,7 +219,7 @@ def test_the_time_left_is_said_before_the_first_run_and_after_each(tmp_path: Pat
     now_s = [0.0]
     monkeypatch.setattr(ablation_module.time, "perf_counter", lambda: now_s[0])
 
-    def run(config: Config) -> Measured:
+    def run(config: Config) -> RunRecord:
         now_s[0] += {"sync": 100.0, "pinned": 40.0, "keep": 10.0, "one_step": 1.0}[config.control.strategy]
         return by_strategy(config)
 

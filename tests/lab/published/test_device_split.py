@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax.lab.published.device_split import (
     CostModel,
-    Devices,
+    DeviceCosts,
     RoleCost,
     asynchronous,
     speedup,
@@ -52,7 +52,7 @@ def random_model(seed: int) -> CostModel:
     roles = (trainer, generator)
     state_bytes = sum(role.resident_bytes(fits_at) for role in roles)
     sample_bytes = max(role.sample_bytes / min(fits_at, role.sample_split) for role in roles)
-    devices = Devices(
+    devices = DeviceCosts(
         count=count,
         memory_bytes=state_bytes * rng.uniform(1.0, 2.0) + sample_bytes * between(rng, 1.0, 100),
         link=between(rng, 1e11, 1e12),
@@ -75,7 +75,7 @@ def scaled(role: RoleCost, size: float) -> RoleCost:
 def small_model() -> CostModel:
     """Sixteen devices, no links: times and sizes that can be computed by hand."""
     role = RoleCost(fixed_s=8.0, sample_s=1.0, state_bytes=10.0, sample_bytes=1.0)
-    devices = Devices(count=16, memory_bytes=24.0)
+    devices = DeviceCosts(count=16, memory_bytes=24.0)
     return CostModel(devices=devices, trainer=role, generator=role, samples=320)
 
 
@@ -101,7 +101,7 @@ def test_a_step_that_waits_for_its_longest_completion_reads_the_weights_longer()
 
 
 def test_links_cost_what_a_hierarchical_all_reduce_sends():
-    devices = Devices(
+    devices = DeviceCosts(
         count=64, memory_bytes=1.0, link=100.0, network=10.0, start_s=1.0, device_s=0.5, doubling_s=4.0
     )
     assert devices.latency_s(1) == 0.0 and devices.transfer_s(1, 80.0) == 0.0
@@ -238,7 +238,7 @@ def test_a_wrong_figure_is_refused_by_name(change, message: str):
 
 
 def test_a_model_that_fits_at_no_degree_is_refused():
-    model = replace(small_model(), devices=Devices(count=16, memory_bytes=1.5, degrees=(1, 2, 32)))
+    model = replace(small_model(), devices=DeviceCosts(count=16, memory_bytes=1.5, degrees=(1, 2, 32)))
     for optimum in (synchronous, asynchronous):
         with pytest.raises(ArealError, match=r"no parallel degree of \[1, 2\].*memory_bytes=1.5; give more"):
             optimum(model)

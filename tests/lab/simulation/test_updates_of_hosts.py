@@ -11,7 +11,7 @@ from areal_jax.config.loading import make_config
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.audit import audit
-from areal_jax.lab.simulation.decoders import Call, DrawnDecoder, Work
+from areal_jax.lab.simulation.decoders import DrawnDecoder, DrawnSample, StepResult
 from areal_jax.lab.simulation.schedule import Schedule
 from areal_jax.lab.simulation.world import SimResult, simulate
 from areal_jax.types import SampleId, VersionSpan
@@ -51,7 +51,7 @@ class Stepped:
         self.host = DrawnDecoder(
             "a",
             config_of(strategy, on_update, 2, slots=2, algorithm={"group_size": 2}),
-            lambda sample, turn: Work(sample, lengths[sample.ordinal]),
+            lambda sample, turn: DrawnSample(sample, lengths[sample.ordinal]),
             lambda: (self.version, f"d{self.version}"),
         )
         self.host.serve(0)
@@ -66,7 +66,7 @@ class Stepped:
         for ordinal in ordinals:
             self.host.take(e.Dispatch((SampleId(ordinal, 0),), "a", self.version), ())
 
-    def step(self) -> Call:
+    def step(self) -> StepResult:
         return self.host.step()
 
     def spans(self, calls: int) -> dict[int, tuple[VersionSpan, ...]]:
@@ -75,7 +75,7 @@ class Stepped:
         return {event.sample.ordinal: event.spans for event in ended if isinstance(event, e.SampleFinished)}
 
 
-def figures(call: Call) -> tuple[int, ...]:
+def figures(call: StepResult) -> tuple[int, ...]:
     interrupted = -1 if call.adopted is None else call.adopted.interrupted
     return interrupted, call.prefills, call.live, call.tokens, call.recomputed, call.passes, call.held
 

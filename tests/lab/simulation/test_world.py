@@ -13,8 +13,8 @@ from areal_jax.config.refusals import ON_UPDATE
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
 from areal_jax.control.audit import BOUNDED, audit
+from areal_jax.lab.simulation.processes import BACK_S
 from areal_jax.lab.simulation.schedule import CRASHES, PAUSES, PAUSES_S, Fault, Schedule, random_schedule
-from areal_jax.lab.simulation.surroundings import BACK_S
 from areal_jax.lab.simulation.world import SimulationError, simulate
 from areal_jax.types import ArealError
 

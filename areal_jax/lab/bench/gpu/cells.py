@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.generation.canary import canary
-from areal_jax.lab.bench.decode import bench_engine, decode_figures, filled, prefill, sample
+from areal_jax.lab.bench.decode import bench_engine, decode_figures, decoding_calls, filled, prefill, sample
 from areal_jax.lab.bench.gpu.inspection import traced
 from areal_jax.lab.bench.hosting import swap
 from areal_jax.lab.bench.loop import loop, whole_run
@@ -27,16 +27,15 @@ from areal_jax.lab.bench.measure import (
     bench_learner,
     compile_seconds,
     copy_bandwidth,
+    full_batch,
     matrix_peak,
     median_s,
-    packed_for,
     random_model,
     random_params,
     read_bandwidth,
     timed_s,
     updates,
 )
-from areal_jax.lab.bench.packed import skewed_groups
 from areal_jax.lab.bench.parity import parity
 from areal_jax.lab.bench.sync import sync
 from areal_jax.models.device_layout import WeightLayout
@@ -215,32 +214,22 @@ def decoding(
     figures = decode_figures(
         engine, value, shape=shape, prompt=prompt, tokens=8 * decode_steps, repeats=repeats
     )
-    states, returned = [filled(engine, value, prompt)], []
-
-    def call() -> Any:
-        state, results = engine.generate(value, states.pop())
-        states.append(state)
-        return results.data
-
-    for _ in range(4):
-        jax.block_until_ready(states[0])
-        returned.append(_returned_s(call))
-    trace = traced(call)
+    call = decoding_calls(engine, value, prompt)
+    returned = [_returned_s(call) for _ in range(4)]
     return figures | {
         "dispatch_s": statistics.median(returned[1:]),
         "layout": engine.weight_layout,
-        "kernels": trace and trace.kernels,
-        "device_to_host": trace and trace.device_to_host,
-        "busy_s": trace and trace.busy_s,
-        "top_kernels": trace and trace.top,
+        **traced(call),
     }
 
 
 def _returned_s(call: Callable[[], Any]) -> float:
-    """Returns the seconds until `call` returns, whether or not the device has computed its result."""
+    """Returns the seconds until `call` returns; then waits until the device has computed its result."""
     started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    result = call()
+    seconds = time.perf_counter() - started
+    jax.block_until_ready(result)
+    return seconds
 
 
 def moves(
@@ -295,8 +284,7 @@ def training(
     """
     with compile_seconds() as compiled:
         learner, state = bench_learner(shape, rows, length, dtype, remat)  # type: ignore[arg-type]
-        groups = skewed_groups(rows, length, length, 0.0, length, learner.model.config.vocab_size)
-        given = packed_for(learner, groups)
+        given = full_batch(learner)
         batch = learner.prepare(state, given)
         forecast = learner.forecast(state, batch)
         lowered = learner.programs.begin.lower(state, learner.micro_batches(batch)[0][0])
@@ -305,7 +293,6 @@ def training(
         once = partial(updates(learner, state), batch)
         timed_s(once)
     took = [timed_s(once) for _ in range(repeats)]
-    trace = traced(once)
     tokens, seconds = rows * length, statistics.median(took)
     target = target_of(jax.devices()[0].device_kind)
     flops = learner.model.parameter_count * tokens
@@ -320,10 +307,7 @@ def training(
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         "products": dict(products(lowered.as_text())),
         "attention": learner.objective.forward.attention.path,
-        "kernels": trace and trace.kernels,
-        "device_to_host": trace and trace.device_to_host,
-        "busy_s": trace and trace.busy_s,
-        "top_kernels": trace and trace.top,
+        **traced(once),
     }
 
 
@@ -346,9 +330,7 @@ def canary_log_probs(*, shape: str, dtype: str = "bfloat16") -> dict[str, Any]:
 def repeated_update(*, shape: str, rows: int, length: int, dtype: str = "bfloat16") -> dict[str, Any]:
     """Returns whether an update of equal parameters by equal batches gives the same bits twice."""
     learner, state = bench_learner(shape, rows, length, dtype, remat="layer")
-    vocabulary = learner.model.config.vocab_size
-    given = packed_for(learner, skewed_groups(rows, length, length, 0.0, length, vocabulary))
-    digests = []
+    given, digests = full_batch(learner), []
     for one in (state, learner.init(learner.model.init(0))):
         after, _ = learner.update(one, learner.prepare(one, given))
         digests.append(learner.versioned(after).digest)

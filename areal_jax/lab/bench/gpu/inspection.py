@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.profiler
@@ -14,22 +14,16 @@ import jax.profiler
 TOP = 12
 
 
-class Trace(NamedTuple):
-    """What the device did during one call."""
-
-    kernels: int
-    device_to_host: int
-    """Number of copies from the device to the host."""
-    busy_s: float
-    """Seconds in which at least one kernel or copy ran."""
-    top: list[tuple[str, float]]
-    """(name, seconds in all) of the TOP kernels that took the most time."""
+FIGURES = ("kernels", "device_to_host", "busy_s", "top_kernels")
+"""What is read from a trace: the number of kernels, and of copies from the device to the host; seconds in
+which at least one kernel or copy ran; (name, seconds in all) of the TOP kernels that took the most time.
+"""
 
 
-def traced(call: Callable[[], Any]) -> Trace | None:
-    """Returns what the device did during `call` and until its result is computed; None on a CPU."""
+def traced(call: Callable[[], Any]) -> dict[str, Any]:
+    """Returns FIGURES of the device during `call` and until its result is computed; None on a CPU."""
     if jax.default_backend() == "cpu":
-        return None
+        return dict.fromkeys(FIGURES)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(call())
@@ -47,8 +41,8 @@ def traced(call: Callable[[], Any]) -> Trace | None:
     return summary(events)
 
 
-def summary(events: list[tuple[str, float, float]]) -> Trace:
-    """Returns the Trace of a device's events, each (name, start in seconds, seconds)."""
+def summary(events: list[tuple[str, float, float]]) -> dict[str, Any]:
+    """Returns FIGURES of a device's events, each (name, start in seconds, seconds)."""
     copies = [name for name, _, _ in events if name.startswith(("Memcpy", "Memset"))]
     totals: Counter[str] = Counter()
     busy_s, ended_s = 0.0, 0.0
@@ -58,4 +52,4 @@ def summary(events: list[tuple[str, float, float]]) -> Trace:
         ended_s = max(ended_s, start_s + seconds)
     back = sum(name.startswith("MemcpyD2H") for name in copies)
     top = [(name, float(seconds)) for name, seconds in totals.most_common(TOP)]
-    return Trace(len(events) - len(copies), back, busy_s, top)
+    return dict(zip(FIGURES, (len(events) - len(copies), back, busy_s, top), strict=True))

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from areal_jax.assembly.devices import use_compilation_cache
 from areal_jax.lab.bench.gpu.cells import CALLS
-from areal_jax.lab.bench.gpu.results import write_line
 from areal_jax.lab.bench.gpu.stages import Cell
+from areal_jax.lab.bench.gpu.timed_stages import write_line
 from areal_jax.plugin import load_object
 
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "OUT_OF_MEMORY")

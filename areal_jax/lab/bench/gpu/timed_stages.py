@@ -20,7 +20,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from areal_jax.lab.bench.gpu.results import read_lines, write_line
 from areal_jax.lab.bench.gpu.stages import Cell, Stage, stages
 from areal_jax.models.config import SHAPES
 from areal_jax.plugin import did_you_mean
@@ -122,3 +121,22 @@ def _run_process(stage: Stage, cells: Sequence[Cell], file: Path, ends_s: float)
     if process.returncode < 0:
         return f"killed by {signal.Signals(-process.returncode).name}"
     return f"ended with status {process.returncode}; see {LOG}" if process.returncode else None
+
+
+# --- the file -----------------------------------------------------------------------------------------------
+
+
+def write_line(file: Path, line: dict[str, Any]) -> None:
+    """Appends a line of JSON to `file`, and waits until it is on the disk."""
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Returns the lines of `file` that were written in full; an empty list if there is no such file."""
+    if not file.exists():
+        return []
+    whole = (line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return [json.loads(line) for line in whole]
