@@ -19,14 +19,14 @@ from areal_jax.algorithms.ratios import DIVERGENCES, exp_bounded
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.types import ArealError, PreparedBatch
 
-Level = Literal["token", "sequence"]
+WeightLevel = Literal["token", "sequence"]
 
 
 def truncate(
     batch: PreparedBatch,
     *,
     cap: Annotated[float, Field(gt=0)] = 5.0,
-    level: Level = "token",
+    level: WeightLevel = "token",
     aggregate: Aggregate = "mean",
 ) -> tuple[Array, Array]:
     """Returns min(w, cap) and whether w > cap, w = exp(proximal_logp - behavior_logp).
@@ -42,7 +42,7 @@ def mask(
     batch: PreparedBatch,
     *,
     metric: Literal["ratio", "k1", "k2", "k3", "binary_kl"] = "ratio",
-    level: Level = "token",
+    level: WeightLevel = "token",
     aggregate: Aggregate = "mean",
     lower: float | None = None,
     upper: float | None = 5.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import chex
@@ -114,9 +115,7 @@ def kl_estimate(p: Float[Array, "..."], q: Float[Array, "..."], estimator: str) 
 
 
 DIVERGENCES: Mapping[str, Callable[[Array, Array], Array]] = {
-    "k1": lambda p, q: kl_estimate(p, q, "k1"),
-    "k2": lambda p, q: kl_estimate(p, q, "k2"),
-    "k3": lambda p, q: kl_estimate(p, q, "k3"),
+    **{name: partial(kl_estimate, estimator=name) for name in ("k1", "k2", "k3")},
     "binary_kl": widest_binary_kl,
 }
 """Divergences by which the off-policy weight `mask` can cut; called as f(behavior_logp, proximal_logp)."""

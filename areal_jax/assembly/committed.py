@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from areal_jax.assembly.run_folder import CHECKPOINTS, EXPORTS
 from areal_jax.config.tree import Config
 from areal_jax.models.model import Model
@@ -17,7 +15,7 @@ from areal_jax.types import ArealError, PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
 from areal_jax.weights.folder import weights_folder
 from areal_jax.weights.staged import committed, read
-from areal_jax.weights.store import StagedError, dtype_in
+from areal_jax.weights.store import StagedError, abstract_in
 
 ATTEMPTS = 20
 """Maximum number of versions that `committed_params` tries to read before it gives up; a run may delete a
@@ -50,9 +48,9 @@ def committed_params(
     Raises ArealError if the run has no version, or none that can be read.
     """
     checkpoints = folder / CHECKPOINTS
-    like = {checkpoints: _like(model, shardings, "float32")}
+    like = {checkpoints: abstract_in("float32", model.abstract_params, shardings)}
     if config.wire_dtype == dtype:
-        like[weights_folder(config, folder)] = _like(model, shardings, dtype)
+        like[weights_folder(config, folder)] = abstract_in(dtype, model.abstract_params, shardings)
     refused: dict[Path, str] = {}
     for _ in range(ATTEMPTS):
         left = [path for path in _newest_first(like) if path not in refused]
@@ -84,8 +82,9 @@ def checkpoint_params(folder: Path, version: PolicyVersion, model: Model, shardi
     The parameters are laid out by `shardings`, one for each leaf. Raises StagedError if the checkpoint is
     damaged, or if the run deletes the checkpoint during the read.
     """
+    like = abstract_in("float32", model.abstract_params, shardings)
     try:
-        params = restore_params(folder / CHECKPOINTS / str(version), _like(model, shardings, "float32"))
+        params = restore_params(folder / CHECKPOINTS / str(version), like)
     except StagedError as error:  # its message begins with the folder
         raise StagedError(f"checkpoint {error}") from None
     return VersionedParams(version, params, digest(params))
@@ -101,13 +100,3 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
         (version, folder.name != CHECKPOINTS, folder) for folder in folders for version in committed(folder)
     ]
     return [folder / str(version) for version, _, folder in sorted(found, reverse=True)]
-
-
-def _like(model: Model, shardings: Any, dtype: str) -> Any:
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, dtype_in(leaf.dtype, dtype), sharding=sharding
-        ),
-        model.abstract_params,
-        shardings,
-    )

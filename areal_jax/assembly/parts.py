@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -11,15 +11,11 @@ from jax.sharding import Mesh
 
 from areal_jax.algorithms.sampling import require_support_fits
 from areal_jax.assembly.devices import Devices, overwrites_serving, params_bytes, place, usable_cores
-from areal_jax.assembly.episode_checks import (
-    require_chats_go_on,
-    require_episodes_work,
-    with_episode_budget,
-)
 from areal_jax.assembly.sources import Source, open_source, open_teacher
 from areal_jax.config.sections import GenerationConfig
 from areal_jax.config.tree import Config
 from areal_jax.episodes.agent import workflows_of
+from areal_jax.episodes.follow_up import follow_ups_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.fastest_layout import fastest_layout
 from areal_jax.generation.rollout import completion_of
@@ -171,8 +167,7 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     model cannot be opened, or if one of the checked prompts cannot be read or encoded, is empty or too long.
     """
     loaded = load_tasks(config.tasks, tasks)
-    require_episodes_work(config, loaded)
-    config = with_episode_budget(config, loaded)
+    config = _fitted_to_episodes(config, loaded)
     source, asked = open_source(config, loaded), None
     if config.observe.evaluate:
         asked = loaded if tasks else held_out(without_splits(config.tasks))
@@ -182,9 +177,42 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked, supervised)
     for ordinal in range(CHECKED_PROMPTS):
         inputs.prompt_tokens(ordinal)
-    conducted = [inputs.prompt(n) for n in range(CHECKED_PROMPTS) if inputs.has_workflow(n)]
-    require_chats_go_on(config, conducted, source.model.tokenizer)
+    _require_chats_go_on(inputs)
     return inputs
+
+
+def _fitted_to_episodes(config: Config, tasks: Mapping[str, WeightedTask]) -> Config:
+    """Returns the config; if a task has a workflow, with algorithm.reduction_constant for episodes.
+
+    Its default, generation.max_tokens, is the limit of a turn. An episode may have generation.length tokens
+    in all its turns, so that is its budget, and the constant of all samples of the run. Raises ArealError if
+    the config's other settings cannot conduct a workflow.
+    """
+    named, a = list(workflows_of(config.episode.agent, tasks)), config.algorithm
+    if named and a.samples != "policy":
+        raise ArealError(
+            f"tasks.{named[0]} has a workflow, but algorithm.samples={a.samples} samples nothing; set "
+            "algorithm.samples=policy"
+        )
+    if not named or a.reduction != "constant" or a.reduction_constant is not None:
+        return config
+    return config.with_values("algorithm", reduction_constant=float(config.generation.length))
+
+
+def _require_chats_go_on(inputs: Inputs) -> None:
+    """Raises ArealError if episode.history does not fit the chat template, or the checked prompts."""
+    agent, history = inputs.config.episode.agent, inputs.config.episode.history
+    prompts = [inputs.prompt(n) for n in range(CHECKED_PROMPTS) if inputs.has_workflow(n)]
+    chats = [prompt for prompt in prompts if prompt.messages is not None]
+    if history == "template" and prompts and not chats and agent is None:
+        raise ArealError(
+            f"episode.history=template: the prompts of tasks.{prompts[0].task} are texts, which no chat "
+            "template renders; give messages as prompts, or leave episode.history out"
+        )
+    if history == "exact" and agent is not None:
+        follow_ups_of(inputs.model.tokenizer)
+    for prompt in chats if history == "exact" else ():
+        follow_ups_of(inputs.model.tokenizer, prompt.tools)
 
 
 def assemble(config: Config, tasks: Sequence[Task] = (), learner: Learner | None = None) -> Parts:
@@ -207,8 +235,8 @@ def assemble_on(devices: Devices, inputs: Inputs, learner: Learner | None = None
     config = inputs.config
     teacher = open_teacher(config, inputs.tasks, inputs.model) if config.algorithm.teacher else None
     learner = learner or make_learner(config, inputs.model, devices, teacher)
-    own = (config, inputs.tasks, inputs.prompts, inputs.source, inputs.held_out, inputs.supervised)
-    return Parts(*own, devices, learner, teacher)
+    shared = {field.name: getattr(inputs, field.name) for field in fields(Inputs)}
+    return Parts(**shared, devices=devices, learner=learner, teacher=teacher)
 
 
 def make_learner(config: Config, model: Model, devices: Devices, teacher: Source | None) -> Learner:
@@ -242,8 +270,7 @@ def with_steps(parts: Parts, steps: int) -> Parts:
     """
     if steps in (0, parts.config.run.steps):
         return parts
-    run = parts.config.run.model_copy(update={"steps": steps})
-    config = parts.config.model_copy(update={"run": run})
+    config = parts.config.with_values("run", steps=steps)
     return with_config(parts, config) if depends_on_steps(config.trainer) else replace(parts, config=config)
 
 
@@ -279,8 +306,7 @@ def with_measured_layout(parts: Parts) -> Parts:
     if is_set or c.promises_bits or platform_of(mesh) != "cpu" or mesh.size > 1:
         return parts
     layout = fastest_layout(parts.model, c.generation.slots, usable_cores())
-    generation = c.generation.model_copy(update={"weight_layout": layout})
-    return replace(parts, config=c.model_copy(update={"generation": generation}))
+    return replace(parts, config=c.with_values("generation", weight_layout=layout))
 
 
 def first_params(parts: Parts) -> Params:

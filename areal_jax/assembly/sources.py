@@ -79,11 +79,9 @@ def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Mod
     settings = ModelSettings(source=name, dtype=config.model.dtype)
     try:
         # A teacher is not published, and its log-probs are not compared with a host's.
-        own = {
-            "trainer": config.trainer.model_copy(update={"numerics": "bounded"}),
-            "weights": WeightsConfig(wire_dtype="float32"),
-        }
-        teacher = open_source(config.model_copy(update={"model": settings} | own), tasks)
+        own = {"model": settings, "weights": WeightsConfig(wire_dtype="float32")}
+        bounded = config.with_values("trainer", numerics="bounded")
+        teacher = open_source(bounded.model_copy(update=own), tasks)
     except ArealError as error:
         raise ArealError(f"algorithm.teacher={name}: {error}") from None
     if problem := _other_ids(student.tokenizer, teacher.model.tokenizer):
@@ -229,12 +227,11 @@ def run_source(
     `special_text`: value of model.special_text; None: the run's own.
     """
     theirs = load_config(folder / RUN_CONFIG)
-    own = {"dtype": dtype, "special_text": special_text or theirs.model.special_text}
-    settings = theirs.model.model_copy(update=own)
-    theirs = theirs.model_copy(update={"model": settings})
+    special_text = special_text or theirs.model.special_text
+    theirs = theirs.with_values("model", dtype=dtype, special_text=special_text)
     plain = theirs.model_copy(update={"weights": WeightsConfig()})  # this run does not publish them again
     # Their tasks may be anybody's code, and decide nothing of another model than a random one's vocabulary.
-    is_theirs = settings.source == RANDOM and settings.tokenizer != "byte"
+    is_theirs = theirs.model.source == RANDOM and theirs.model.tokenizer != "byte"
     try:
         tasks = load_tasks(theirs.tasks) if is_theirs else {}
     except ArealError as error:

@@ -31,18 +31,21 @@ NO_REWARD = ("ones", "teacher_gap")
 """Advantage estimators that do not read the sequences' rewards."""
 
 _CLIP = {"loss": "ppo_clip", "loss_settings": {"low": 0.2, "high": 0.2}}
-_GROUP = {
-    "advantage": "group_normalized",
-    "advantage_settings": {"center": "group", "scale": "group", "ddof": 1},
-}
-_GROUP_MEAN = {"advantage": "group_normalized", "advantage_settings": {"center": "group", "scale": "none"}}
+
+
+def _normalized(center: str, scale: str, **others: int) -> dict[str, Any]:
+    settings = {"center": center, "scale": scale, **others}
+    return {"advantage": "group_normalized", "advantage_settings": settings}
+
+
+_GROUP = _normalized("group", "group", ddof=1)
+_GROUP_MEAN = _normalized("group", "none")
 _GROUP_Z = "A = (R - mean_g) / (std_g + eps)"
 _CLIPPED = "min(u A, clip(u, 1 - low, 1 + high) A)"
 
 _DECOUPLED = {
     **_CLIP,
-    "advantage": "group_normalized",
-    "advantage_settings": {"center": "batch", "scale": "batch", "ddof": 1},
+    **_normalized("batch", "batch", ddof=1),
     "reduction": "token_mean",
     "minibatches": 4,
 }
@@ -124,8 +127,7 @@ PRESETS: dict[str, Preset] = {
         "REINFORCE++, Hu et al. (arXiv:2501.03262)",
         {
             **_CLIP,
-            "advantage": "group_normalized",
-            "advantage_settings": {"center": "group", "scale": "batch_centered", "ddof": 1},
+            **_normalized("group", "batch_centered", ddof=1),
             "reduction": "token_mean",
         },
     ),
@@ -134,8 +136,7 @@ PRESETS: dict[str, Preset] = {
         "Tricks or traps, Liu et al. (arXiv:2508.08221)",
         {
             **_CLIP,
-            "advantage": "group_normalized",
-            "advantage_settings": {"center": "group", "scale": "batch", "ddof": 1},
+            **_normalized("group", "batch", ddof=1),
             "reduction": "token_mean",
         },
     ),

@@ -6,11 +6,10 @@ A combination of keys that cannot work is refused when the config is made, befor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from areal_jax.config.launch_section import LaunchConfig
 from areal_jax.config.presets import preset_settings
 from areal_jax.config.refusals import (
     FIXED_STALENESS,
@@ -35,6 +34,28 @@ from areal_jax.config.sections import (
     TrainerConfig,
     WeightsConfig,
 )
+
+
+class LaunchConfig(Section):
+    """On which machines the processes of a launched run are placed.
+
+    No key of this section changes what is trained, so a resumed run may change them all. What only a
+    scheduler needs, such as a partition or a time limit, is no key: it is given to `areal-jax launch` beside
+    the config.
+    """
+
+    accelerator: Literal["auto", "gpu", "tpu", "cpu"] = "auto"
+    """Device type of trainer and hosts. auto: GPUs, or the CPUs for a run on one machine without GPUs."""
+    machine_devices: int = Field(default=8, ge=1)
+    """Number of accelerators in one machine. A run that needs more gets separate machines for trainer and
+    hosts.
+    """
+    port: int = Field(default=7600, ge=1024, le=65534)
+    """slurm, gcloud, gke: port of Redis on the first machine; the trainer's processes use port + 1. Not read
+    by local, which chooses free ports.
+    """
+    restarts: int = Field(default=3, ge=0)
+    """Number of times that a failed process is restarted; ten minutes without a failure reset the count."""
 
 
 class Config(Section):
@@ -119,6 +140,10 @@ class Config(Section):
     def trainable(self) -> str | None:
         """Regular expression that the path of a trained parameter must match; None: train all parameters."""
         return self.trainer.trainable or (ADAPTERS if self.model.lora.rank else None)
+
+    def with_values(self, section: str, **values: Any) -> Config:
+        """Returns the config with other values of keys of one section, which are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     @model_validator(mode="before")
     @classmethod

@@ -384,19 +384,15 @@ def to_plain(state: State) -> dict[str, Any]:
 def from_plain(plain: Mapping[str, Any]) -> State:
     """Returns the state that `to_plain` turned into `plain`."""
     fields = dict(plain)
-    # Snapshots written before 2026-11-22 have the flag under another name.
-    fields["is_finished"] = fields.pop("has_told_finish", fields.get("is_finished"))
     if (training := fields["training"]) is not None:
         fields["training"] = e.from_wire("Train", training, e.ACTIONS)
     fields["hosts"] = {name: HostState(*values) for name, values in fields["hosts"].items()}
     groups = [GroupState(*map(_tupled, values)) for values in fields["groups"]]
     fields["groups"] = {group.ordinal: group for group in groups}
-    fields["digests"] = dict(fields["digests"])
-    # The second of each is missing in older snapshots.
-    for name in ("dropped", "dropped_in_a_row"):
-        fields[name] = dict(fields.get(name, {}))
+    for name in ("dropped", "dropped_in_a_row", "digests"):
+        fields[name] = dict(fields[name])
     for name in ("waiting", "failed_prompts", "complete", "checkpoints"):
-        fields[name] = list(fields.get(name, ()))
+        fields[name] = list(fields.get(name, ()))  # older snapshots have no failed_prompts
     return State(**fields)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from areal_jax.file_errors import writing
 from areal_jax.types import ArealError
@@ -279,10 +279,6 @@ class Timeline:
         return round((instant - self._zero) / NS, 6)
 
 
-_OLD_NAMES: dict[str, str] = {"actor": "component"}
-"""Field names in the timelines of run folders written before 2026-11-22 -> current field names."""
-
-
 def read_intervals(path: Path) -> list[Interval]:
     """Returns all intervals in a timeline's file; skips lines that a crash cut short. No file: empty list."""
     if not path.exists():
@@ -290,9 +286,8 @@ def read_intervals(path: Path) -> list[Interval]:
     intervals = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            fields: dict[str, Any] = {_OLD_NAMES.get(k) or k: value for k, value in json.loads(line).items()}
-            intervals.append(Interval(**fields))
-        except (json.JSONDecodeError, TypeError, AttributeError):
+            intervals.append(Interval(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError):
             continue  # a crash cut it short; a later interval may have been appended to it
     return intervals
 

@@ -18,8 +18,8 @@ from areal_jax.trajectories.paths import paths_of
 from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.trajectories.prefix_tree import Sampled
 from areal_jax.trajectories.train_cost import (
-    Costs,
-    Measured,
+    MeasuredBatch,
+    TrainCosts,
     Work,
     default_costs,
     fitted_costs,
@@ -80,7 +80,7 @@ class ComputeChoice:
         self._devices = c.trainer.mesh.data * c.trainer.mesh.fsdp
         self._passes = int(a.proximal_form == "recompute" or a.critic.kind != "none")
         self._passes += int(a.has_reference) + int(a.teacher is not None)
-        self._measured: dict[Way, deque[Measured]] = {
+        self._measured: dict[Way, deque[MeasuredBatch]] = {
             way: deque(maxlen=MOST_MEASURED) for way in ("packed", "tree")
         }
         self._untried: dict[Way, int] = dict.fromkeys(self._measured, 0)
@@ -96,7 +96,7 @@ class ComputeChoice:
         # The seconds of a batch with which a program was compiled say nothing about the next batch.
         if work is None or not seconds or way not in self._measured or row.get("compiled_programs"):
             return
-        self._measured[way].append(Measured(Work(**work), seconds))
+        self._measured[way].append(MeasuredBatch(Work(**work), seconds))
         self._untried[way] = 0
 
     def plan(self, groups: Sequence[Group], takes_shared_prompts: bool) -> BatchPlan:
@@ -119,7 +119,7 @@ class ComputeChoice:
                 each: self._costs(each).seconds(work[each]) for each in self._measured
             }
             choice["compute"] = way = self._chosen(forecast)
-            if self._is_measured:
+            if any(self._measured.values()) and not self._config.promises_bits:
                 choice["compute_forecast_s"] = forecast
         choice["compute_work"] = work[way]._asdict()
         if way == plan.choice["compute"]:
@@ -131,11 +131,7 @@ class ComputeChoice:
         """Whether measured costs may decide which device computes which leaves."""
         return self._devices > 1 and not self._config.promises_bits
 
-    @property
-    def _is_measured(self) -> bool:
-        return not self._config.promises_bits and any(self._measured.values())
-
-    def _costs(self, way: Way) -> Costs:
+    def _costs(self, way: Way) -> TrainCosts:
         if self._config.promises_bits:
             return default_costs(self._blocks.call_tokens, ())
         own = self._measured[way]

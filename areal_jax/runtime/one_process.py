@@ -29,7 +29,7 @@ from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.runtime.driver import Driver
 from areal_jax.runtime.interrupts import interrupts_sent
-from areal_jax.runtime.talking import Endpoint, training_host
+from areal_jax.runtime.talking import HostEndpoint, training_host
 from areal_jax.runtime.trainer_loop import Trainer, held_batch
 from areal_jax.runtime.turns import OneDevice
 from areal_jax.runtime.workflow_parts import make_runner
@@ -43,7 +43,7 @@ STOP_S = 60.0
 
 AWAITED = "an event from the trainer, a host or the reward pool"
 
-Message = Incoming | BaseException
+Arrival = Incoming | BaseException
 """An event with its payload; or an exception that the main thread raises: a failed thread's, or Ctrl-C's."""
 
 
@@ -60,7 +60,7 @@ class Follows(Protocol):
 class Services(NamedTuple):
     """What a run uses that its core does not contain; `areal_jax.jobs` composes them."""
 
-    make_endpoint: Callable[[Config, int, Engine], Endpoint | None]
+    make_endpoint: Callable[[Config, int, Engine], HostEndpoint | None]
     """Called with the index of a host; None: clients cannot reach it."""
     make_gateway: Callable[[], Gateway]
     """Called in the event loop of workflows that agents with an address of their own belong to."""
@@ -86,7 +86,7 @@ class LocalRun:
         """`restored`: version of the checkpoint from which `state` was loaded; None without a checkpoint."""
         c, folder, view, timeline = parts.config, context.folder, context.view, context.timeline
         self._parts, self._view, self._timeline, self._services = parts, view, timeline, services
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._deadline_s = c.runtime.deadline_s
         turns = None
         if parts.devices.placement == "shared":
@@ -227,8 +227,8 @@ class LocalRun:
                 weighted.task.close()
         return crashed + [message for message in self._waiting() if isinstance(message, BaseException)]
 
-    def _waiting(self) -> list[Message]:
-        found: list[Message] = []
+    def _waiting(self) -> list[Arrival]:
+        found: list[Arrival] = []
         with suppress(queue.Empty):
             while True:
                 found.append(self._inbox.get_nowait())
@@ -252,7 +252,7 @@ class LocalRun:
                 raise message
         return messages  # type: ignore[return-value]
 
-    def _first_message(self) -> Message:
+    def _first_message(self) -> Arrival:
         driver = self._driver
         end_s = time.monotonic() + self._deadline_s
         while True:

@@ -75,7 +75,7 @@ def with_steps_asked(config: Config, folder: Path) -> Config:
         return config
     with open_journal(folder) as journal:
         steps = steps_asked(journal) or config.run.steps
-    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+    return config.with_values("run", steps=steps)
 
 
 def require_new(folder: Path) -> None:

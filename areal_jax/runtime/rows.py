@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Protocol
@@ -40,6 +40,8 @@ HOST_COUNTS = ("swaps", "swap_s", "recomputed_tokens", "evictions", "prefilled_t
 versions, tokens recomputed, samples evicted because pages ran out, prompt tokens computed, and tokens with KV
 from an earlier turn."""
 
+BY_KIND = ("dropped_by_reason", "reissued_by_reason", "failures_by_cause", "dropped_by_cause")
+"""Fields of a metrics row that map a reason or cause to the number of groups or failures with it."""
 
 Totals = Callable[[], Mapping[str, Mapping[str, float]]]
 """A function that returns component -> activity -> seconds spent on it since the last call, such as
@@ -110,11 +112,8 @@ class RowMaker:
         self._has_episodes = has_episodes
         self._episodes: Counter[str] = Counter()
         """Counts of episodes' events since the last row."""
-        self._failed: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._reissued: Counter[str] = Counter()
-        self._failures_by_cause: Counter[str] = Counter()
-        self._dropped_by_cause: Counter[str] = Counter()
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Since the last row: those of BY_KIND, and `failed_rewards` by task."""
 
     def see(self, event: Event, actions: Iterable[Action]) -> None:
         """Count an event and the actions that the control plane returned for it."""
@@ -123,17 +122,17 @@ class RowMaker:
         elif isinstance(event, SamplesMoved):
             self._moved += len(event.samples)
         elif isinstance(event, RewardFailed):
-            self._failed[self._task_of(event.ordinal)] += 1
+            self._counts["failed_rewards"][self._task_of(event.ordinal)] += 1
         elif isinstance(event, TurnFinished | ToolStarted | EpisodeFailed):
             self._episodes[event.reason if isinstance(event, EpisodeFailed) else type(event).__name__] += 1
         if (cause := cause_of(event)) is not None:
-            self._failures_by_cause[cause] += 1
+            self._counts["failures_by_cause"][cause] += 1
         for action in actions:
             if isinstance(action, Drop):
-                self._dropped[action.reason] += 1
-                self._dropped_by_cause.update([] if cause is None else [cause])
+                self._counts["dropped_by_reason"][action.reason] += 1
+                self._counts["dropped_by_cause"].update([] if cause is None else [cause])
             elif isinstance(action, Reissue):
-                self._reissued[action.reason] += 1
+                self._counts["reissued_by_reason"][action.reason] += 1
 
     def make(
         self, step: int, groups: Sequence[Group], trained: dict[str, float], digest: str, gates: Gates = ()
@@ -183,22 +182,12 @@ class RowMaker:
             **of_groups,
             "interruptions": self._interruptions,
             "moved_samples": self._moved,
-            "failed_rewards": self._failed.total(),
-            "dropped": self._dropped.total(),
-            "dropped_by_reason": dict(self._dropped),
-            "reissued_by_reason": dict(self._reissued),
-            "failures_by_cause": dict(self._failures_by_cause),
-            "dropped_by_cause": dict(self._dropped_by_cause),
+            "failed_rewards": self._counts["failed_rewards"].total(),
+            "dropped": self._counts["dropped_by_reason"].total(),
+            **{name: dict(self._counts[name]) for name in BY_KIND},
         }
         self._interruptions = self._moved = 0
-        for counter in (
-            self._failed,
-            self._dropped,
-            self._reissued,
-            self._failures_by_cause,
-            self._dropped_by_cause,
-        ):
-            counter.clear()
+        self._counts.clear()
         return row
 
     def _rate(self, counted: float) -> float:
@@ -266,7 +255,7 @@ class RowMaker:
             own = [group for group in groups if group.prompt.task == task]
             found = {**reward_figures(own), **length_figures(own)} if own else {}
             figures |= {f"{name}/{task}": found[name] for name in BY_TASK if name in found}
-            figures[f"failed_rewards/{task}"] = self._failed[task]
+            figures[f"failed_rewards/{task}"] = self._counts["failed_rewards"][task]
         return figures
 
 

@@ -16,7 +16,7 @@ from areal_jax.runtime.turns import OneDevice
 from areal_jax.weights.store import ParamReader
 
 
-class Endpoint(Protocol):
+class HostEndpoint(Protocol):
     """Lets clients send a host requests while it decodes the samples of a run."""
 
     streams: Any
@@ -39,7 +39,7 @@ def training_host(
     name: str,
     clock: Clock,
     turns: OneDevice | None = None,
-    endpoint: Endpoint | None = None,
+    endpoint: HostEndpoint | None = None,
     is_idle_bounded: bool = True,
 ) -> tuple[Host, Callable[[], None]]:
     """Returns generation host number `index` of a run, and the function to run in its thread.

@@ -40,7 +40,7 @@ BATCH = "a batch from the control plane"
 MACHINE = "machine"
 """Name of the metric that says on which kind of machine a batch was trained (`devices.training_machine`)."""
 
-Source = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
+TrajectorySource = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
 """`source(samples)` returns the scored trajectories of at least these samples. Keys of `samples` and of the
 result are the indices in the batch's plan, where a sample that branched has several.
 """
@@ -56,7 +56,7 @@ class TrainBatch:
     step: int
     ordinals: tuple[int, ...]
     plan: BatchPlan
-    source: Source
+    source: TrajectorySource
 
 
 def held_batch(step: int, groups: Sequence[Group], plan: BatchPlan) -> TrainBatch:
@@ -190,31 +190,24 @@ class Trainer:
         more memory than the device has.
         """
         with self._explained():
-            self._run()
+            for batch in self._batches():
+                self._take(batch)
+            self._checkpoint()
+            self._store.close(self._deadline_s)
+            self._checkpointer.close(self._deadline_s)
 
     def _explained(self) -> AbstractContextManager[None]:
         return explained(TRAINER, self._parts.config, self._parts.model.config)
 
-    def _run(self) -> None:
-        awaited = BATCH
-        while True:
-            batch = get(
-                self.inbox,
-                waiter="the trainer",
-                what=awaited,
-                deadline_s=self._deadline_s,
-                clock=self._clock,
-            )
-            if batch is None:
-                break
-            if isinstance(batch, Hold):
-                awaited = HELD
-            else:
-                awaited = BATCH
-                self._take(batch)
-        self._checkpoint()
-        self._store.close(self._deadline_s)
-        self._checkpointer.close(self._deadline_s)
+    def _batches(self) -> Iterator[TrainBatch]:
+        """Yields the batches in the inbox until None arrives there."""
+        awaited, deadline_s = BATCH, self._deadline_s
+        while batch := get(
+            self.inbox, waiter="the trainer", what=awaited, deadline_s=deadline_s, clock=self._clock
+        ):
+            awaited = HELD if isinstance(batch, Hold) else BATCH
+            if not isinstance(batch, Hold):
+                yield batch
 
     def _take(self, batch: TrainBatch) -> None:
         turns, clock = self._turns, self._clock

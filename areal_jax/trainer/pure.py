@@ -24,7 +24,7 @@ from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import OF_MINIBATCHES
 from areal_jax.types import ArealError, Batch, PreparedBatch
 
-Loss = Callable[[Params, PreparedBatch], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
+ObjectiveFunction = Callable[[Params, PreparedBatch], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
 
 
 def prepare(
@@ -72,7 +72,7 @@ def objective(
     mesh: Mesh | None = None,
     logp_chunk: int = 1024,
     remat: Remat = "layer",
-) -> Loss:
+) -> ObjectiveFunction:
     """Returns a pure function `(params, prepared) -> (loss, metrics)`, whose loss `Learner.update` minimises.
 
     `prepared` is a minibatch from `prepare`, or some of its rows with all arrays per sequence: losses and

@@ -18,7 +18,7 @@ from areal_jax.trainer.compiled import Compiled, Program
 from areal_jax.trainer.forward import Forward
 from areal_jax.types import Batch
 from areal_jax.weights.links import Broadcast, Gather, Scatter, Weights
-from areal_jax.weights.store import dtype_in
+from areal_jax.weights.store import abstract_in, dtype_in
 
 
 class Executor(NamedTuple):
@@ -65,11 +65,7 @@ class Scorer:
 
     def abstract_params(self) -> Params:
         """Returns shapes, dtypes and shardings of the result of `take`, as jax.ShapeDtypeStruct."""
-        return jax.tree.map(
-            lambda leaf, on: jax.ShapeDtypeStruct(leaf.shape, dtype_in(leaf.dtype, self._dtype), sharding=on),
-            self.model.abstract_params,
-            self.shardings,
-        )
+        return abstract_in(self._dtype, self.model.abstract_params, self.shardings)
 
     def logp(self, params: Params, micro: Batch) -> Array:
         """Returns the log-probs of a micro-batch's loss tokens, (R, T) on the trainer's mesh; 0 elsewhere."""

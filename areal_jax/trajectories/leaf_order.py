@@ -121,14 +121,14 @@ def depth_first(tree: PrefixTree, blocks: Blocks) -> PrefixTree:
         return tree
 
     def close(depth: int, parent: int, children: list[Subtree]) -> list[Subtree]:
-        node = _Node(depth, parent, blocks)
+        node = _Fork(depth, parent, blocks)
         is_root = depth == 0
         return [node.closed(children)] if is_root or node.is_worth(children) else children
 
     return reordered(tree, close)
 
 
-class _Node(NamedTuple):
+class _Fork(NamedTuple):
     """A node with several children."""
 
     depth: int  # tokens of the path to it

@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_jax.trajectories.allocation import Placed, allocate
 from areal_jax.trajectories.paths import paths_of
-from areal_jax.trajectories.plan import BatchPlan, Layout, PackingError, Pieces, fill
+from areal_jax.trajectories.plan import BatchLayout, BatchPlan, PackingError, Pieces, fill
 from areal_jax.trajectories.prefix_tree import PrefixTree
 from areal_jax.trajectories.shared_prefixes import longest_first, shareable_tree, unshared_tree
 from areal_jax.types import Batch, Group, Trajectory
@@ -21,7 +21,7 @@ def pack(
     rows: int,
     length: int,
     minibatches: int = 1,
-    layout: Layout = "shared",
+    layout: BatchLayout = "shared",
     own_rows: Callable[[int], np.ndarray] = np.arange,
 ) -> Batch:
     """Returns a batch of these groups, sorted by ordinal and laid out by `plan_batch` with these arguments.
@@ -44,7 +44,7 @@ def plan_batch(
     rows: int,
     length: int,
     minibatches: int = 1,
-    layout: Layout = "shared",
+    layout: BatchLayout = "shared",
 ) -> BatchPlan:
     """Returns the plan of these groups' batch: micro-batches of `rows` rows of `length` tokens.
 
@@ -117,7 +117,11 @@ def _apart(bounds: np.ndarray, count: int) -> list[tuple[int, list[Placed]]]:
 
 
 def _trees(
-    flat: Sequence[Trajectory], lengths: np.ndarray, group_ids: np.ndarray, bounds: np.ndarray, layout: Layout
+    flat: Sequence[Trajectory],
+    lengths: np.ndarray,
+    group_ids: np.ndarray,
+    bounds: np.ndarray,
+    layout: BatchLayout,
 ) -> list[PrefixTree]:
     """Returns for each minibatch the tree of what its trajectories share; `bounds`: as for `_bins`."""
     if layout == "repeated":

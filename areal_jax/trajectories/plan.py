@@ -23,7 +23,7 @@ PER_TOKEN = {
 """Name -> padding value, for each array of a batch that is copied token by token from trajectories."""
 
 
-Layout = Literal["shared", "repeated", "apart"]
+BatchLayout = Literal["shared", "repeated", "apart"]
 """How trajectories lie in the rows. shared: those in one row share one copy of each prefix that none of them
 trains, such as a group's prompt. repeated: each has its own copy. apart: each has a row of its own, for an
 update over prefix trees.
@@ -62,7 +62,7 @@ class BatchPlan(NamedTuple):
 
     rows: int  # B
     length: int  # T
-    layout: Layout
+    layout: BatchLayout
     support: int  # K; 0 = no support
     samples: np.ndarray  # (S, 3) int64: ordinal, member, attempt
     tokens: np.ndarray  # (S,) int64: a trajectory's length

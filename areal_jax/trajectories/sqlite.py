@@ -11,7 +11,6 @@ the owner.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sqlite3
 import threading
@@ -67,8 +66,6 @@ before; the first one is of event 0 and the header. Older versions of areal-jax 
 """
 _OWNER = "CREATE TABLE IF NOT EXISTS owner (token TEXT NOT NULL)"
 _LINKED = "SELECT seq, wall_s, kind, event, actions FROM events WHERE seq > ? AND seq <= ? ORDER BY seq"
-
-log = logging.getLogger(__name__)
 
 
 class SqliteQueue:
@@ -131,7 +128,6 @@ class SqliteQueue:
                     _set_mode(path, db)
                 if owner is not None:
                     _own(db, owner)
-                _warn_of_lost_part(path, db)
                 return cls(path, db, lock, readonly, owner)
         except JournalError:
             lock.release()
@@ -449,20 +445,6 @@ def _own(db: sqlite3.Connection, owner: str) -> None:
         db.execute(statement)
     db.execute("INSERT INTO owner VALUES (?)", (owner,))
     db.execute("COMMIT")
-
-
-def _warn_of_lost_part(path: Path, db: sqlite3.Connection) -> None:
-    """Warns if an earlier version of areal-jax kept this run's newest events in Redis: they are lost."""
-    if not _fetch(path, db, "SELECT 1 FROM sqlite_master WHERE name = 'rest'"):
-        return
-    ((is_live, last),) = _fetch(path, db, "SELECT is_live, (SELECT max(seq) FROM events) FROM rest")
-    if is_live:
-        log.warning(
-            "%s: an earlier version of areal-jax wrote this run and kept its newest events in Redis. These "
-            "are not read: the run is as it was at its last checkpoint, event %s, and resumes from there",
-            path,
-            last or 0,
-        )
 
 
 def _check_format(path: Path, db: sqlite3.Connection) -> None:

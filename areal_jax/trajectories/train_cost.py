@@ -1,8 +1,8 @@
 """What training a batch costs, packed or over its prefix trees: forecasts by costs fitted to measured times.
 
-The seconds of a batch are a combination of its `Work` with coefficients of at least 0 (`Costs`). AReaL-DTA's
-form (leaves, tree tokens, tokens of single children, sums of prefix lengths and depths) describes one call
-per leaf; here tails share calls, so the work is that of the calls that are really made, and the same
+The seconds of a batch are a combination of its `Work` with coefficients of at least 0 (`TrainCosts`).
+AReaL-DTA's form (leaves, tree tokens, tokens of single children, sums of prefix lengths and depths) describes
+one call per leaf; here tails share calls, so the work is that of the calls that are really made, and the same
 quantities describe a packed batch. All work is that of one device.
 """
 
@@ -42,7 +42,7 @@ class Work(NamedTuple):
     times."""
 
 
-class Costs(NamedTuple):
+class TrainCosts(NamedTuple):
     """Seconds for each unit of `Work`."""
 
     call: float
@@ -59,25 +59,25 @@ class Costs(NamedTuple):
         return LeafCosts((1 + passes) * self.call, token, (BACKWARD + passes) * self.pair)
 
 
-class Measured(NamedTuple):
+class MeasuredBatch(NamedTuple):
     work: Work
     seconds: float
 
 
-def default_costs(call_tokens: int, measured: Sequence[Measured]) -> Costs:
+def default_costs(call_tokens: int, measured: Sequence[MeasuredBatch]) -> TrainCosts:
     """Returns costs in tokens: `call_tokens` for a call, BACKWARD for a token with gradients, else 1.
 
     They are scaled by the mean ratio of seconds to these tokens in `measured`; without any, a token without
     gradients costs 1.
     """
-    tokens = Costs(call_tokens, BACKWARD, 1, 0)
+    tokens = TrainCosts(call_tokens, BACKWARD, 1, 0)
     if not measured:
         return tokens
     scale = np.mean([one.seconds / tokens.seconds(one.work) for one in measured])
-    return Costs(*(np.array(tokens) * scale).tolist())
+    return TrainCosts(*(np.array(tokens) * scale).tolist())
 
 
-def fitted_costs(measured: Sequence[Measured], defaults: Costs) -> Costs:
+def fitted_costs(measured: Sequence[MeasuredBatch], defaults: TrainCosts) -> TrainCosts:
     """Returns the costs, all at least 0, with the least squares of differences to the measured seconds.
 
     What `measured` does not determine, because a quantity is 0 in all of it or two quantities are always
@@ -96,7 +96,7 @@ def fitted_costs(measured: Sequence[Measured], defaults: Costs) -> Costs:
         np.concatenate([work / size, PRIOR * np.eye(len(size))]),
         np.concatenate([seconds / mean, PRIOR * known]),
     )
-    return Costs(*(shares * mean / size).tolist())
+    return TrainCosts(*(shares * mean / size).tolist())
 
 
 # --- the work of a batch ------------------------------------------------------------------------------------

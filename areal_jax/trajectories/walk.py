@@ -25,7 +25,7 @@ from areal_jax.trajectories.prefix_tree import PrefixTree
 PUSH, POP = 0, 1
 
 
-class Piece(NamedTuple):
+class PathPiece(NamedTuple):
     """Tokens `start` to `start + length` of a leaf's path."""
 
     leaf: int
@@ -39,7 +39,7 @@ class Op(NamedTuple):
     """One step of one walk: to push or to pop the tokens of a part of the tree."""
 
     kind: int  # PUSH | POP
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PathPiece, ...]
     """The first one continues the path; the others continue the path or pieces before them, depth first."""
 
     @property
@@ -188,20 +188,20 @@ class _Steps:
             self._done.append(Op(POP, self._joined(whole[place - count : place], path, start)))
         self._add(POP, self._pieces(whole[-1].first, below, path - joined.own)[::-1])
 
-    def _joined(self, children: Sequence[_Child], path: int, start: int) -> tuple[Piece, ...]:
+    def _joined(self, children: Sequence[_Child], path: int, start: int) -> tuple[PathPiece, ...]:
         """Returns the tokens of the children as pieces, and before them the path's from `start` on."""
         pieces = []
         for leaf in range(children[0].first, children[-1].last):
-            pieces.append(Piece(leaf, start, self._ends[leaf] - start, is_end=True))
+            pieces.append(PathPiece(leaf, start, self._ends[leaf] - start, is_end=True))
             start = max(path, self._common[leaf + 1])
         return tuple(pieces)
 
-    def _pieces(self, leaf: int, start: int, end: int) -> list[Piece]:
+    def _pieces(self, leaf: int, start: int, end: int) -> list[PathPiece]:
         """Returns tokens `start` to `end` of a leaf's path in blocks, none of which ends the path."""
         cut = self._blocks.cut(start, end) if end > start else []
-        return [Piece(leaf, *block, is_end=False) for block in cut]
+        return [PathPiece(leaf, *block, is_end=False) for block in cut]
 
-    def _add(self, kind: int, pieces: Sequence[Piece]) -> None:
+    def _add(self, kind: int, pieces: Sequence[PathPiece]) -> None:
         """Adds a step for each piece, in this order."""
         self._done += [Op(kind, (piece,)) for piece in pieces]
 

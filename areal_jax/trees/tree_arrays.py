@@ -71,7 +71,7 @@ class Read(NamedTuple):
     """KV of policy and separate critic, as `PrefixAttention` has them: None if no gradient is computed."""
 
 
-class Step(NamedTuple):
+class WalkStep(NamedTuple):
     """One step of W walks (`trajectories.walk.Walk`), of n columns each."""
 
     endings: Int[Array, "E 2"]
@@ -117,7 +117,7 @@ class Ending(NamedTuple):
     """False: the walk has no such sequence."""
 
     @classmethod
-    def of(cls, place: Array, step: Step, length: int) -> Ending:
+    def of(cls, place: Array, step: WalkStep, length: int) -> Ending:
         """Returns number `place` of the sequences, of at most `length` tokens, that the step completes."""
         is_live = place < step.count
         at = jnp.minimum(step.first + place, len(step.endings) - 1)

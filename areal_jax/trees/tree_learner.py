@@ -70,8 +70,8 @@ class TreeLearner(Learner):
 class OverTrees:
     """`prepare` and `update` of a learner over the prefix trees of batches.
 
-    A batch has the layout "apart" (`trajectories.plan.Layout`); each process passes all rows. `costs`: by
-    which the leaves are cut over the mesh's data and fsdp axes; all processes need the same.
+    A batch has the layout "apart" (`trajectories.plan.BatchLayout`); each process passes all rows. `costs`:
+    by which the leaves are cut over the mesh's data and fsdp axes; all processes need the same.
     """
 
     learner: TreeLearner

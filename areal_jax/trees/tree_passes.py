@@ -32,7 +32,7 @@ from areal_jax.trainer.update import Objective
 from areal_jax.trainer.update_metrics import add_metrics
 from areal_jax.trajectories.leaf_order import Blocks
 from areal_jax.trees.prefix_attention import KVStack, PrefixAttention, taken, written
-from areal_jax.trees.tree_arrays import Ending, Gradients, Outputs, Path, Read, Sequences, Slopes, Step
+from areal_jax.trees.tree_arrays import Ending, Gradients, Outputs, Path, Read, Sequences, Slopes, WalkStep
 from areal_jax.types import PreparedBatch
 
 
@@ -77,7 +77,7 @@ class TreePasses:
         path: Path,
         scores: dict[str, Array],
         sequences: Sequences,
-        step: Step,
+        step: WalkStep,
     ) -> tuple[Path, dict[str, Array]]:
         """Returns the path with each walk's next tokens behind it, computed without gradients; and `scores`.
 
@@ -105,7 +105,7 @@ class TreePasses:
         path: Path,
         batch: PreparedBatch,
         sequences: Sequences,
-        step: Step,
+        step: WalkStep,
     ) -> Gradients:
         """Returns the gradients after the last tokens of each walk's path were popped.
 
@@ -143,7 +143,7 @@ class TreePasses:
         read: Read,
         caches: tuple[KVStack, KVStack | None],
         sequences: Sequences,
-        step: Step,
+        step: WalkStep,
     ) -> tuple[Outputs, Any]:
         """Returns the model's outputs for the columns of each walk, and the attention's caches after them.
 
@@ -187,7 +187,7 @@ class TreePasses:
         values = objective.critic.values(critic, params, forward, hidden, of_trunk)
         return Outputs(hidden, stats, values), (cache, critic_cache)
 
-    def _extended(self, path: Path, out: Outputs, step: Step) -> Path:
+    def _extended(self, path: Path, out: Outputs, step: WalkStep) -> Path:
         """Returns the path, its KV unchanged, with the outputs for each walk's tokens in their places."""
         put = partial(written, places=self._places(step))
         return path._replace(
@@ -197,7 +197,7 @@ class TreePasses:
         )
 
     def _losses(
-        self, batch: PreparedBatch, path: Path, out: Outputs, step: Step, control: KLControl | None
+        self, batch: PreparedBatch, path: Path, out: Outputs, step: WalkStep, control: KLControl | None
     ) -> tuple[Any, Any]:
         """Returns the gradients of the losses of the sequences that end here, and the metric sums.
 
@@ -227,7 +227,7 @@ class TreePasses:
         start = jax.tree.map(jnp.zeros_like, read), self._objective.no_metrics(self._walks, self._length)
         return jax.lax.fori_loop(0, step.count.max(), add, start)
 
-    def _taken(self, slopes: Slopes, step: Step) -> tuple[Outputs, Slopes]:
+    def _taken(self, slopes: Slopes, step: WalkStep) -> tuple[Outputs, Slopes]:
         """Returns the gradients with respect to each walk's outputs, and the slopes without them."""
         places = self._places(step)
 
@@ -241,7 +241,7 @@ class TreePasses:
         rest = slopes._replace(logp=logp[1], entropy=entropy[1], hidden=hidden[1], values=values[1])
         return Outputs(hidden[0], of_stats, values[0]), rest
 
-    def _places(self, step: Step) -> Int[Array, " W"]:
+    def _places(self, step: WalkStep) -> Int[Array, " W"]:
         """Returns where in the path each walk's tokens go; a walk that waits writes where nothing reads."""
         return jnp.where(step.tokens > 0, step.start, self.places - step.columns)
 
@@ -250,18 +250,18 @@ def _sum(one: Array | None, other: Array | None) -> Array | None:
     return None if one is None or other is None else one + other
 
 
-def _path_tokens(step: Step) -> Int[Array, " W"]:
+def _path_tokens(step: WalkStep) -> Int[Array, " W"]:
     """Returns the number of tokens before those of `step`; 0 for a walk that waits."""
     return jnp.where(step.tokens > 0, step.start, 0)
 
 
-def _last_hidden(path: Path, step: Step) -> Float[Array, "W D"]:
+def _last_hidden(path: Path, step: WalkStep) -> Float[Array, "W D"]:
     """Returns the hidden state of the token before each walk's tokens; undefined if there is none."""
     at = jnp.maximum(step.start - 1, 0)
     return jnp.take_along_axis(path.hidden, at[:, None, None], axis=1)[:, 0]
 
 
-def _added_behind(slopes: Float[Array, "W P D"], new: Float[Array, "W D"], step: Step) -> Array:
+def _added_behind(slopes: Float[Array, "W P D"], new: Float[Array, "W D"], step: WalkStep) -> Array:
     """Returns the slopes with `new` added at the token before each walk's tokens, if there is one."""
     new = jnp.where((_path_tokens(step) > 0)[:, None], new, 0.0)
     return slopes.at[jnp.arange(len(new)), jnp.maximum(step.start - 1, 0)].add(new)

@@ -31,7 +31,7 @@ from areal_jax.trajectories.leaf_order import Blocks, depth_first
 from areal_jax.trajectories.leaf_ranges import TOKENS, LeafCosts
 from areal_jax.trajectories.prefix_tree import Sampled, trained_on_paths, tree_of
 from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
-from areal_jax.trees.tree_arrays import Gradients, Sequences, Step
+from areal_jax.trees.tree_arrays import Gradients, Sequences, WalkStep
 from areal_jax.trees.tree_passes import TreePasses
 from areal_jax.types import Batch, PreparedBatch
 
@@ -181,15 +181,17 @@ class TreeUpdate:
     def _everywhere(self, x: np.ndarray) -> Array:
         return jax.make_array_from_callback(x.shape, replicated(self._mesh), x.__getitem__)
 
-    def _steps(self, walk: Walk) -> Iterator[tuple[int, Step]]:
+    def _steps(self, walk: Walk) -> Iterator[tuple[int, WalkStep]]:
         """Yields kind and arrays of each step."""
         endings = self._everywhere(walk.endings)
         for number, kind in enumerate(walk.kinds.tolist()):
             yield kind, self._step(walk, number, endings)
 
-    def _step(self, walk: Walk, number: int, endings: Array) -> Step:
+    def _step(self, walk: Walk, number: int, endings: Array) -> WalkStep:
         by_walk, arrays = rows_over(self._mesh), (*walk.rows[number].T.copy(), *walk.columns[number])
-        return Step(endings, *(jax.make_array_from_callback(x.shape, by_walk, x.__getitem__) for x in arrays))
+        return WalkStep(
+            endings, *(jax.make_array_from_callback(x.shape, by_walk, x.__getitem__) for x in arrays)
+        )
 
     def _scores(
         self,
@@ -269,7 +271,7 @@ class TreeUpdate:
         shape, accumulate = batch.tokens.shape, self._objective.forward.model.config.accumulate
         sequences = Sequences(batch.tokens, batch.support, batch.loss_mask, on(whole, shape, accumulate))
         each, columns = (self._walks,), (self._walks, self._blocks.most)
-        step = Step(
+        step = WalkStep(
             on(whole, (shape[0] // minibatches, 2), np.int32),
             *(on(by_walk, size, np.int32) for size in (each,) * 4 + (columns,) * 4),
         )
@@ -290,7 +292,7 @@ class TreeUpdate:
             calls["tree score"] = self.alone.push, (reference, None, alone, {"logp": score}, *rest)
         return calls
 
-    def _largest(self, prepared: TreeBatch, kind: int) -> Step | None:
+    def _largest(self, prepared: TreeBatch, kind: int) -> WalkStep | None:
         """Returns a step of this kind with the most columns; None if there is none."""
         found = [
             (int(walk.buckets[number]), -index, int(number))

@@ -29,7 +29,7 @@ from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
 from areal_jax.weights.staged import MANIFEST, Detached
 from areal_jax.weights.store import (
     BeforeCommit,
-    Check,
+    Fetched,
     Probe,
     StagedError,
     VersionDamagedError,
@@ -66,7 +66,7 @@ class OrbaxReader:
         """
         return self.fetch(version, shardings)()
 
-    def fetch(self, version: PolicyVersion, shardings: Any) -> Check:
+    def fetch(self, version: PolicyVersion, shardings: Any) -> Fetched:
         """Reads `version` as `load` does; the returned function checks digests and log-probs."""
         path, identity = self._folder / str(version), self._identity(version)
         if identity is None:

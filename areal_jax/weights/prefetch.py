@@ -16,7 +16,7 @@ import jax
 
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.store import (
-    Check,
+    Fetched,
     FetchingReader,
     VersionGoneError,
     WeightsError,
@@ -47,7 +47,7 @@ class Prefetcher:
         self._reader, self._shardings, self._lay_out = reader, shardings, lay_out
         self._is_split = spans_devices(shardings)
         self._changed = threading.Condition()
-        self._here: tuple[PolicyVersion, Check] | None = None
+        self._here: tuple[PolicyVersion, Fetched] | None = None
         """The version that is ready, and what returns it laid out."""
         self._taken: PolicyVersion = -1
         self._moves = 0
@@ -136,7 +136,7 @@ class Prefetcher:
         if latest is None or latest <= taken:
             return True
         try:
-            here = self._fetched(taken) if self._is_split else self._loaded(taken)
+            here = self._next(taken)
         except VersionGoneError as error:
             logging.getLogger(__name__).warning("the host keeps its weights and tries again: %s", error)
             return False
@@ -148,7 +148,11 @@ class Prefetcher:
                 self._here = here
         return True
 
-    def _loaded(self, taken: PolicyVersion) -> tuple[PolicyVersion, Check] | None:
+    def _next(self, taken: PolicyVersion) -> tuple[PolicyVersion, Fetched] | None:
+        """Returns a version above `taken`, and what returns it laid out; None if there is none."""
+        if self._is_split:
+            found = fetch_newer(self._reader, self._shardings, taken)
+            return found and (found[0], lambda: self._lay_out(found[1]()))
         value = load_newer(self._reader, self._shardings, taken)
         if value is None:
             return None
@@ -156,10 +160,3 @@ class Prefetcher:
         # Wait here: the host's loop would otherwise stall until everything is computed.
         jax.block_until_ready(value.params)
         return value.version, lambda: value
-
-    def _fetched(self, taken: PolicyVersion) -> tuple[PolicyVersion, Check] | None:
-        found = fetch_newer(self._reader, self._shardings, taken)
-        if found is None:
-            return None
-        version, check = found
-        return version, lambda: self._lay_out(check())

@@ -88,7 +88,7 @@ class StagedError(WeightsError):
 
 Taken = TypeVar("Taken")
 
-Check = Callable[[], VersionedParams]
+Fetched = Callable[[], VersionedParams]
 """Checks digests and canary of a version that was fetched, and returns the version."""
 
 
@@ -112,7 +112,7 @@ class ParamReader(Protocol):
 class FetchingReader(ParamReader, Protocol):
     """A reader that loads in two parts, of which only the second runs programs on several devices at once."""
 
-    def fetch(self, version: PolicyVersion, shardings: Any) -> Check:
+    def fetch(self, version: PolicyVersion, shardings: Any) -> Fetched:
         """Moves the parameters of `version` onto the reader's devices; returns what checks and returns them.
 
         `fetch(version, shardings)()` is `load(version, shardings)`, and either part raises as `load` does.
@@ -163,7 +163,7 @@ def load_newer(store: ParamReader, shardings: Any, than: PolicyVersion = -1) -> 
 
 def fetch_newer(
     store: FetchingReader, shardings: Any, than: PolicyVersion = -1
-) -> tuple[PolicyVersion, Check] | None:
+) -> tuple[PolicyVersion, Fetched] | None:
     """Returns the newest version above `than`, fetched but not checked, with its check; None as `load_newer`.
 
     Raises as `load_newer` does; so does the check, except that it fetches no other version.
@@ -244,6 +244,15 @@ def dtype_in(own: Any, dtype: str) -> Any:
     is.
     """
     return dtype if jnp.issubdtype(own, jnp.floating) else own
+
+
+def abstract_in(dtype: str, abstract: Any, shardings: Any) -> Any:
+    """Returns the leaves of `abstract`, as jax.ShapeDtypeStruct, cast to `dtype` and with these shardings."""
+    return jax.tree.map(
+        lambda leaf, on: jax.ShapeDtypeStruct(leaf.shape, dtype_in(leaf.dtype, dtype), sharding=on),
+        abstract,
+        shardings,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

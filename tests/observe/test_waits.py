@@ -210,12 +210,6 @@ def test_a_resumed_timeline_goes_on_where_the_file_ends(tmp_path):
     assert [(each.start_s, each.end_s) for each in read_intervals(path)] == [(0.0, 3.0), (3.0, 6.0)]
 
 
-def test_a_timeline_of_an_older_run_is_read(tmp_path):
-    path = tmp_path / "timeline.jsonl"
-    path.write_text('{"actor": "trainer", "activity": "update", "start_s": 0.5, "end_s": 1.0}\n')
-    assert read_intervals(path) == [Interval("trainer", "update", 0.5, 1.0)]
-
-
 def test_a_clock_switched_by_many_threads_loses_no_time():
     timeline = Timeline(None)
     clock = timeline.clock("pool")

@@ -12,7 +12,7 @@ import pytest
 
 from areal_jax.trajectories.age_mask import trained_mask, trained_tokens
 from areal_jax.trajectories.packing import pack
-from areal_jax.trajectories.plan import Layout
+from areal_jax.trajectories.plan import BatchLayout
 from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Group
 from tests.trainer.conftest import LENGTH, MakeLearner, make_groups
@@ -50,7 +50,7 @@ def old_groups() -> list[Group]:
 
 
 def prepared(
-    learner: TreeLearner, params: Any, groups: list[Group], layout: Layout, oldest: int | None
+    learner: TreeLearner, params: Any, groups: list[Group], layout: BatchLayout, oldest: int | None
 ) -> Any:
     """(first state, prepared batch) for an update on what is left of the groups' tokens."""
     state = learner.init(params)
@@ -59,12 +59,12 @@ def prepared(
     return state, way(learner, layout).prepare(state, batch)
 
 
-def way(learner: TreeLearner, layout: Layout) -> Any:
+def way(learner: TreeLearner, layout: BatchLayout) -> Any:
     return learner.over_trees() if layout == "apart" else learner
 
 
 def updated(
-    learner: TreeLearner, params: Any, groups: list[Group], layout: Layout, oldest: int | None
+    learner: TreeLearner, params: Any, groups: list[Group], layout: BatchLayout, oldest: int | None
 ) -> Any:
     """(state, metrics, prepared batch) of that update."""
     state, ready = prepared(learner, params, groups, layout, oldest)
@@ -134,7 +134,7 @@ def test_old_tokens_change_no_bit_of_an_update(learner: MakeLearner, params: Any
     ],
 )
 def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(
-    learner: MakeLearner, params: Any, layout: Layout, settings: dict[str, Any]
+    learner: MakeLearner, params: Any, layout: BatchLayout, settings: dict[str, Any]
 ):
     groups, of = old_groups(), learner(**settings)
     one, of_one, _ = updated(of, params, groups, layout, 1)
@@ -150,7 +150,7 @@ def test_each_way_of_computing_gives_the_update_of_old_tokens_as_prompts(
 @each_setting
 @pytest.mark.parametrize("layout", ["shared", pytest.param("apart", marks=pytest.mark.slow)])
 def test_a_batch_in_which_nothing_is_left_changes_no_parameter(
-    learner: MakeLearner, params: Any, layout: Layout, settings: dict[str, Any]
+    learner: MakeLearner, params: Any, layout: BatchLayout, settings: dict[str, Any]
 ):
     state, metrics, _ = updated(learner(**settings), params, old_groups(), layout, 9)
     chex.assert_trees_all_equal(state.params, params)

@@ -27,7 +27,7 @@ from areal_jax.models.model import Model
 from areal_jax.trainer.checkpoint import committed, discard_newer
 from areal_jax.trajectories.codec import encode
 from areal_jax.trajectories.packing import plan_batch
-from areal_jax.trajectories.plan import Layout
+from areal_jax.trajectories.plan import BatchLayout
 from areal_jax.weights.orbax import OrbaxReader
 from tests.ports import reserved_ports
 from tests.processes import has_ended
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600
 TOGETHER, ALONE = "{fsdp: 2, tensor: 2}", "{data: 1}"
-PLANS: dict[str, Layout] = {"plan": "shared", "apart": "apart"}
+PLANS: dict[str, BatchLayout] = {"plan": "shared", "apart": "apart"}
 """Files of plans: for packed batches, and for updates over prefix trees."""
 OWN = ("digest", "machine", "compiled_programs", "memory_forecast_bytes", "update_s")
 """What is another mesh's own, and the time that was measured."""

@@ -13,8 +13,8 @@ from areal_jax.trajectories.leaf_ranges import TOKENS
 from areal_jax.trajectories.packing import plan_batch
 from areal_jax.trajectories.prefix_tree import Sampled
 from areal_jax.trajectories.train_cost import (
-    Costs,
-    Measured,
+    MeasuredBatch,
+    TrainCosts,
     Work,
     default_costs,
     fitted_costs,
@@ -24,21 +24,21 @@ from areal_jax.trajectories.train_cost import (
 from areal_jax.types import Group, Prompt, SampleId, Sampling
 from tests.trajectories.samples import trajectory
 
-TRUE = Costs(call=2e-3, backward_token=5e-5, forward_token=1e-5, pair=4e-8)
+TRUE = TrainCosts(call=2e-3, backward_token=5e-5, forward_token=1e-5, pair=4e-8)
 
 
-def measured(count: int, seed: int, noise: float, costs: Costs = TRUE) -> list[Measured]:
+def measured(count: int, seed: int, noise: float, costs: TrainCosts = TRUE) -> list[MeasuredBatch]:
     """Batches of varied work; `noise`: standard deviation of the relative error of the seconds."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
         calls, tokens, pushed, depth = rng.uniform([5, 2e3, 1e3, 100], [60, 3e4, 3e4, 1500])
         work = Work(calls, tokens, pushed, (tokens + pushed) * depth)
-        found.append(Measured(work, costs.seconds(work) * (1 + noise * rng.normal())))
+        found.append(MeasuredBatch(work, costs.seconds(work) * (1 + noise * rng.normal())))
     return found
 
 
-def error(costs: Costs, batches: list[Measured]) -> float:
+def error(costs: TrainCosts, batches: list[MeasuredBatch]) -> float:
     """Mean relative error of the forecasts."""
     return float(np.mean([abs(costs.seconds(one.work) / one.seconds - 1) for one in batches]))
 
@@ -69,7 +69,7 @@ def test_a_quantity_that_is_never_there_keeps_its_default():
 
 def test_quantities_in_proportion_share_the_seconds_as_by_default():
     """A packed batch: all of it is proportional to the micro-batches."""
-    batches = [Measured(Work(2 * n, 4096 * n, 4096 * n, 0), 0.5 * n) for n in range(1, 17)]
+    batches = [MeasuredBatch(Work(2 * n, 4096 * n, 4096 * n, 0), 0.5 * n) for n in range(1, 17)]
     defaults = default_costs(64, batches)
     found = fitted_costs(batches, defaults)
     np.testing.assert_allclose(found, defaults, rtol=1e-3, atol=1e-12)
@@ -79,7 +79,7 @@ def test_quantities_in_proportion_share_the_seconds_as_by_default():
 def test_default_costs_have_the_mean_seconds_of_a_token():
     work = Work(calls=2, backward_tokens=100, forward_tokens=72, pairs=9)
     assert default_costs(64, []).seconds(work) == 2 * 64 + 3 * 100 + 72
-    found = default_costs(64, [Measured(work, 1.0), Measured(work, 3.0)])
+    found = default_costs(64, [MeasuredBatch(work, 1.0), MeasuredBatch(work, 3.0)])
     assert found.seconds(work) == pytest.approx(2.0)
     assert found.pair == 0
 

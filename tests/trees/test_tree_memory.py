@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.leaf_order import Blocks
-from areal_jax.trees.tree_arrays import Gradients, Sequences, Step
+from areal_jax.trees.tree_arrays import Gradients, Sequences, WalkStep
 from areal_jax.trees.tree_passes import TreePasses
 from tests.trainer.conftest import MakeLearner
 from tests.trainer.prefix_trees import prepared, rows_of, trie
@@ -24,7 +24,7 @@ def pop_bytes(of: Learner, leaves: int, tokens: int, block: int) -> int:
     passes = TreePasses(of.objective, of.mesh, 1, tokens, Blocks(block))
     number: Any = lambda *size: jax.ShapeDtypeStruct(size, np.int32)  # noqa: E731
     columns = (number(1, block),) * 4
-    step = Step(number(leaves, 2), *(number(1),) * 4, *columns)
+    step = WalkStep(number(leaves, 2), *(number(1),) * 4, *columns)
     batch = prepared(rows_of(trie(0, leaves, tokens), tokens), 0)
     sequences = Sequences(batch.tokens, None, batch.loss_mask, batch.advantages)
     path, slopes = jax.eval_shape(passes.empty_path), jax.eval_shape(passes.no_slopes)

@@ -23,7 +23,7 @@ from areal_jax.trajectories.leaf_order import Blocks, depth_first
 from areal_jax.trajectories.leaf_ranges import TOKENS
 from areal_jax.trajectories.prefix_tree import PrefixTree, Sampled, trained_on_paths, tree_of
 from areal_jax.trajectories.walk import POP, PUSH, Walk, plan_walk
-from areal_jax.trees.tree_arrays import Gradients, Sequences, Step
+from areal_jax.trees.tree_arrays import Gradients, Sequences, WalkStep
 from areal_jax.trees.tree_passes import TreePasses
 from areal_jax.trees.tree_update import TreeBatch, TreeUpdate
 from areal_jax.types import Trajectory
@@ -98,7 +98,7 @@ def sequences_of(trajectories: list[Trajectory], batch: Any, tree: PrefixTree) -
     return Sequences(jnp.asarray(batch.tokens), None, *map(jnp.asarray, (trained.is_trained, temperature)))
 
 
-def steps(walk: Walk) -> list[tuple[int, Step]]:
+def steps(walk: Walk) -> list[tuple[int, WalkStep]]:
     """The steps, padded to LENGTH or WHOLE columns: two programs run them whatever the block's size."""
 
     def padded(x: Any) -> Any:
@@ -107,7 +107,7 @@ def steps(walk: Walk) -> list[tuple[int, Step]]:
 
     endings, each = jnp.asarray(walk.endings), zip(walk.kinds.tolist(), walk.rows, walk.columns, strict=True)
     return [
-        (kind, Step(endings, *jnp.asarray(rows.T), *map(padded, columns))) for kind, rows, columns in each
+        (kind, WalkStep(endings, *jnp.asarray(rows.T), *map(padded, columns))) for kind, rows, columns in each
     ]
 
 

@@ -44,7 +44,7 @@ class ChannelError(ArealError):
     """A peer cannot be reached, misses a deadline or has another secret, or an address cannot be used."""
 
 
-class Session(Protocol):
+class PeerSession(Protocol):
     """The listener's state for one connected peer; it answers that peer's requests."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]: ...
@@ -195,7 +195,7 @@ class Listener:
     """
 
     def __init__(
-        self, address: str, secret: str | None, begin: Callable[[], Session], deadline_s: float
+        self, address: str, secret: str | None, begin: Callable[[], PeerSession], deadline_s: float
     ) -> None:
         """`begin()` makes a peer's session. `deadline_s`: seconds without a request until disconnection.
 

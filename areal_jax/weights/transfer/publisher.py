@@ -51,7 +51,7 @@ class TransferStore(Publisher):
         self._versions: dict[PolicyVersion, Outgoing] = {}
         self._readers: Counter[PolicyVersion] = Counter()
         self._changed = threading.Condition()
-        self._listener = Listener(address, secret, lambda: _Session(self), settings.deadline_s)
+        self._listener = Listener(address, secret, lambda: _ReaderSession(self), settings.deadline_s)
         self.host, self.address = self._listener.host, self._listener.address
         """`address`: the host:port that readers connect to; `host`: its numeric host."""
         self.addresses = _gathered(self.address)
@@ -120,7 +120,7 @@ class TransferStore(Publisher):
         return self._versions.get(version) if version is not None else None
 
 
-class _Session:
+class _ReaderSession:
     """Answers one reader's requests. A request is a dict; its `ask` is latest, describe, pull or canary."""
 
     def __init__(self, store: TransferStore) -> None:

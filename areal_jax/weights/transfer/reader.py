@@ -20,7 +20,7 @@ import numpy as np
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import leaf_sums, name_sums
 from areal_jax.weights.staged import described
-from areal_jax.weights.store import Check, Probe, VersionDamagedError, spans_devices
+from areal_jax.weights.store import Fetched, Probe, VersionDamagedError, spans_devices
 from areal_jax.weights.transfer.channel import Channel, ChannelError
 from areal_jax.weights.transfer.pulling import Pull
 
@@ -102,7 +102,7 @@ class TransferReader:
         """
         return self.fetch(version, shardings)()
 
-    def fetch(self, version: PolicyVersion, shardings: Any) -> Check:
+    def fetch(self, version: PolicyVersion, shardings: Any) -> Fetched:
         """Pulls `version` as `load` does; the returned function checks digests and log-probs.
 
         On one device the digests of leaves are computed while further leaves are pulled.
