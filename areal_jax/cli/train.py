@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import POINTER, AsJson, print_json, print_memory, stop_on_sigterm
+from areal_jax.cli.shell import POINTER, AsJson, print_json, print_memory, show, stop_on_sigterm
 
 if TYPE_CHECKING:
     from areal_jax.report.run_result import RunResult
@@ -54,7 +54,8 @@ def _run(words: list[str], json: bool, is_dry: bool) -> None:
 
     config = load_config(*words)
     if is_dry:
-        _print_plan(jobs.dry_run(config), json)
+        figures = jobs.dry_run(config)
+        show(figures, json, lambda: _print_plan(figures))
         return
     finish(lambda stream: jobs.run(config, stream=stream), config.run.folder, json)
 
@@ -95,10 +96,7 @@ def _fresh_folder(words: list[str]) -> list[str]:
     return [*words, f"run.name={unused}"]
 
 
-def _print_plan(plan: dict[str, Any], json: bool) -> None:
-    if json:
-        print_json(plan)
-        return
+def _print_plan(plan: dict[str, Any]) -> None:
     import yaml
 
     typer.echo(yaml.safe_dump(plan["config"], sort_keys=False))
