@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ConfigFile = Annotated[
     Path, typer.Option("--config", help="The run's config file, such as RUN/launch/config.yaml.")
 ]
-Run = Annotated[
+RunDir = Annotated[
     Path, typer.Option("--run", help="The run's folder, on a file system that all machines share.")
 ]
 AsName = Annotated[str, typer.Option(help="The process's name, with its index, such as generate-0.")]
@@ -72,7 +72,7 @@ def node(
 
 @roles.command()
 @reading_configs
-def controller(config: ConfigFile, run: Run, name: AsName = "controller", words: Keys = None) -> None:
+def controller(config: ConfigFile, run: RunDir, name: AsName = "controller", words: Keys = None) -> None:
     """Run the controller: command hosts and trainer, and record every event in the run's journal."""
     settings = _begin(config, run, words)
     import jax
@@ -86,7 +86,7 @@ def controller(config: ConfigFile, run: Run, name: AsName = "controller", words:
 
 @roles.command()
 @reading_configs
-def reward(config: ConfigFile, run: Run, name: AsName = "reward-0", words: Keys = None) -> None:
+def reward(config: ConfigFile, run: RunDir, name: AsName = "reward-0", words: Keys = None) -> None:
     """Run a reward process: score completions."""
     settings = _begin(config, run, words)
     from areal_jax.cluster.reward_role import reward
@@ -96,7 +96,7 @@ def reward(config: ConfigFile, run: Run, name: AsName = "reward-0", words: Keys 
 
 @roles.command()
 @reading_configs
-def generate(config: ConfigFile, run: Run, name: AsName = "generate-0", words: Keys = None) -> None:
+def generate(config: ConfigFile, run: RunDir, name: AsName = "generate-0", words: Keys = None) -> None:
     """Run a generation host: decode samples on this process's devices."""
     settings = _begin(config, run, words)
     from areal_jax.cluster.roles import generate
@@ -106,10 +106,10 @@ def generate(config: ConfigFile, run: Run, name: AsName = "generate-0", words: K
 
 @roles.command()
 @reading_configs
-def evaluate(config: ConfigFile, run: Run, name: AsName = "evaluate-0", words: Keys = None) -> None:
+def evaluate(config: ConfigFile, run: RunDir, name: AsName = "evaluate-0", words: Keys = None) -> None:
     """Run the evaluation process: measure accuracy at checkpoints, export them as Hugging Face folders."""
     settings = _begin(config, run, words)
-    from areal_jax.cluster.evaluate_role import evaluate
+    from areal_jax.cluster.roles import evaluate
 
     evaluate(settings, run, name)
 
@@ -118,7 +118,7 @@ def evaluate(config: ConfigFile, run: Run, name: AsName = "evaluate-0", words: K
 @reading_configs
 def trainer(
     config: ConfigFile,
-    run: Run,
+    run: RunDir,
     name: AsName = "trainer-0",
     coordinator: Annotated[
         str, typer.Option(help="HOST:PORT of trainer-0; needed if there are several trainer processes.")

@@ -63,14 +63,14 @@ def serve(
         from areal_jax.serving.server import ServeSettings
         from areal_jax.serving.server import serve as run
     settings = ServeSettings(
-        host,
-        port,
-        http_port,
-        queue,
-        unread,
-        deadline,
-        idle,
-        connections,
+        host=host,
+        port=port,
+        http_port=http_port,
+        queue=queue,
+        unread=unread,
+        deadline_s=deadline,
+        idle_s=idle,
+        connections=connections,
         is_sampled=sample,
         is_answers_only=answers_only,
         weights=tuple(weights or ()),

@@ -16,13 +16,13 @@ from areal_jax.cli.shell import POINTER, AsJson, print_json, print_memory, show,
 if TYPE_CHECKING:
     from areal_jax.report.run_result import RunResult
 
-Words = Annotated[
+ConfigWords = Annotated[
     list[str] | None, typer.Argument(help="YAML files and section.key=value, composed left to right.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print config, meshes and memory; start nothing.")]
 
 
-def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
+def quickstart(words: ConfigWords = None, json: AsJson = False, dry_run: DryRun = False) -> None:
     """Train a small model on a procedural task, in about a minute."""
     from importlib.resources import as_file, files
 
@@ -30,7 +30,7 @@ def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = Fals
         _run([str(recipe), *_fresh_folder(words or [])], json, dry_run)
 
 
-def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
+def run(words: ConfigWords = None, json: AsJson = False, dry_run: DryRun = False) -> None:
     """Train: CONFIG [CONFIG ...] [section.key=value ...]."""
     if not words:
         raise typer.BadParameter(
@@ -39,7 +39,7 @@ def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> N
     _run(words, json, dry_run)
 
 
-def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
+def resume(folder: Path, words: ConfigWords = None, json: AsJson = False) -> None:
     """Continue a run that ended for any reason: RUN [section.key=value ...]."""
     stop_on_sigterm()
     from areal_jax.jobs import local as jobs

@@ -1,6 +1,6 @@
 """The HTTP application of a server: /metrics for Prometheus; /health (JSON) for health checks and users.
 
-All errors have OpenAI's form, also those of unknown paths; `answering` gives it to the handlers of routes.
+All errors have OpenAI's form, also those of unknown paths (`ERRORS`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,21 @@ async def _failed(request: Request, error: Exception) -> Response:
     return JSONResponse(_body(message, "server_error", "internal"), 500)
 
 
-ERRORS: Mapping[Any, Any] = {HTTPException: _refused, Exception: _failed}
+async def _disconnected(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _erroneous(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+ERRORS: Mapping[Any, Any] = {
+    HTTPException: _refused,
+    RequestError: _erroneous,
+    ClientDisconnect: _disconnected,
+    Exception: _failed,
+}
 """Starlette's handlers of errors that no handler of a path has caught."""
 
 
@@ -142,7 +156,7 @@ class Metrics:
 
 
 def answering(method: str, metrics: Metrics, answer: Handler) -> Handler:
-    """Returns a handler that answers a RequestError of `answer` with its response, and counts each request.
+    """Returns a handler that answers as `answer` does, and counts each request by its status.
 
     `method`: the request's name in the counts.
     """
@@ -155,10 +169,10 @@ def answering(method: str, metrics: Metrics, answer: Handler) -> Handler:
             return response
         except RequestError as error:
             status = error.code
-            return error_response(error)
+            raise
         except ClientDisconnect:
             status = "CANCELLED"
-            return Response(status_code=499)
+            raise
         finally:
             metrics.requests.labels(method, status).inc()
 

@@ -19,9 +19,8 @@ from google.protobuf.message_factory import GetMessageClass
 from areal_jax.generation import jetstream
 from areal_jax.generation.commands import Start, Tokens
 from areal_jax.secret import Secret
-from areal_jax.serving.answers import AnswerStream
+from areal_jax.serving.answers import AnswerStream, outputs
 from areal_jax.serving.http import Metrics
-from areal_jax.serving.outputs import outputs
 from areal_jax.serving.requests import (
     Ask,
     RequestError,
@@ -42,7 +41,7 @@ M = TypeVar("M", bound=Message)
 Method = Callable[[Any, Any], Awaitable[Any]]
 
 
-class Orchestrator:
+class OrchestratorMethods:
     """The service's methods; `request` is a parsed protobuf message, `context` is gRPC's."""
 
     def __init__(self, streams: Streams, served: Served, metrics: Metrics) -> None:
@@ -119,7 +118,7 @@ def decode_ask(request: Any, served: Served) -> Ask:
 # --- the gRPC side ------------------------------------------------------------------------------------------
 
 
-def handler(orchestrator: Orchestrator, metrics: Metrics) -> grpc.GenericRpcHandler:
+def handler(orchestrator: OrchestratorMethods, metrics: Metrics) -> grpc.GenericRpcHandler:
     """Returns the service's handler, for `server.add_generic_rpc_handlers`."""
     descriptor = protocol.DESCRIPTOR.services_by_name["Orchestrator"]
     methods: dict[str, grpc.RpcMethodHandler] = {}

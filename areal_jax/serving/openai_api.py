@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -15,22 +14,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_jax.generation.commands import Tokens
-from areal_jax.serving.answers import AnswerStream
-from areal_jax.serving.http import Handler, Metrics, answering, body_of, error_body, error_response
-from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked
-from areal_jax.serving.outputs import Output, outputs
+from areal_jax.serving.answers import AnswerStream, Output, outputs
+from areal_jax.serving.http import Handler, Metrics, answering, body_of, error_body
+from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked, sent, usage
 from areal_jax.serving.requests import RequestError, Served, json_of
 from areal_jax.serving.streams import Streams
-from areal_jax.serving.text_parts import BeforeStop, MessageParts, Part
-from areal_jax.serving.token_logprobs import LogProbs
+from areal_jax.serving.text_parts import BeforeStop, LogProbs, MessageParts, Part
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.tasks.tool_calls import Answer, finish_reason, message_of
 from areal_jax.types import Trajectory
 
 POLL_S = 0.05
 """Seconds between two looks at whether a client has gone."""
-
-Check = Callable[[Any, Served], Asked]
 
 
 class OpenAIApi:
@@ -56,7 +51,7 @@ class OpenAIApi:
         if name != self._served.name:
             served = self._served.name
             said = f"model={name!r:.80} is not served; give {served!r}"
-            return error_response(RequestError("NOT_FOUND", said, "model_not_found", "model"))
+            raise RequestError("NOT_FOUND", said, "model_not_found", "model")
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
@@ -67,12 +62,12 @@ class OpenAIApi:
             "owned_by": "areal-jax",
         }
 
-    def _handler(self, name: str, check: Check) -> Handler:
+    def _handler(self, name: str, check: Callable[[Any, Served], Asked]) -> Handler:
         async def answer(request: Request) -> Response:
             started_s = time.monotonic()
             asked = await asyncio.to_thread(_checked, check, await body_of(request), self._served)
-            call = Call(self, name, asked, started_s)
-            return await _unless_gone(request, call.streamed() if asked.is_stream else call.whole())
+            one = Answering(self, name, asked, started_s)
+            return await _unless_gone(request, one.streamed() if asked.is_stream else one.whole())
 
         return answering(f"openai {name}", self._metrics, answer)
 
@@ -102,7 +97,7 @@ class OpenAIApi:
         return self._served
 
 
-def _checked(check: Check, body: bytes, served: Served) -> Asked:
+def _checked(check: Callable[[Any, Served], Asked], body: bytes, served: Served) -> Asked:
     return check(json_of(body), served)
 
 
@@ -126,7 +121,7 @@ async def _disconnected(request: Request) -> None:
         await asyncio.sleep(POLL_S)
 
 
-class Choice:
+class Arriving:
     """One completion of a request, as far as it has arrived."""
 
     def __init__(self, index: int, asked: Asked, is_chat: bool, tokenizer: Tokenizer) -> None:
@@ -194,7 +189,7 @@ class Choice:
         return message | {"refusal": None}
 
 
-class Call:
+class Answering:
     """One request and its answer, in OpenAI's form."""
 
     def __init__(self, api: OpenAIApi, name: str, asked: Asked, started_s: float) -> None:
@@ -209,7 +204,7 @@ class Call:
             "model": api.served.name,
         }
         own = asked, self._is_chat, api.served.tokenizer
-        self._choices = [Choice(index, *own) for index in range(asked.ask.n)]
+        self._choices = [Arriving(index, *own) for index in range(asked.ask.n)]
 
     async def whole(self) -> Response:
         """Returns the answer once it is complete."""
@@ -235,10 +230,10 @@ class Call:
                 async for output in found:
                     yield self._taken(output)
             except RequestError as error:  # the status is sent already
-                yield _sent(error_body(error))
+                yield sent(error_body(error))
                 return
         if self._asked.has_usage:
-            yield _sent(self._chunk() | {"choices": [], "usage": self._usage()})
+            yield sent(self._chunk() | {"choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
     def _taken(self, output: Output) -> str:
@@ -254,17 +249,17 @@ class Call:
             delta["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
         return self._event(choice, delta, {} if self._is_chat else self._prompt())
 
-    def _event(self, choice: Choice, delta: dict[str, Any], more: dict[str, Any]) -> str:
+    def _event(self, choice: Arriving, delta: dict[str, Any], more: dict[str, Any]) -> str:
         said = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         one = {"index": choice.index, **said, **choice.exact()}
         one["finish_reason"] = choice.finish_reason if choice.stop_reason is not None else None
-        usage = {"usage": None} if self._asked.has_usage else {}
-        return _sent(self._chunk() | more | {"choices": [one]} | usage)
+        ending = {"usage": None} if self._asked.has_usage else {}
+        return sent(self._chunk() | more | {"choices": [one]} | ending)
 
     def _chunk(self) -> dict[str, Any]:
         return self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Arriving) -> dict[str, Any]:
         said = {"message": choice.message()} if self._is_chat else {"text": choice.text}
         return {"index": choice.index, **said, **choice.exact(), "finish_reason": choice.finish_reason}
 
@@ -272,9 +267,4 @@ class Call:
         return {"prompt_token_ids": list(self._asked.ask.start.prompt)} if self._asked.has_ids else {}
 
     def _usage(self) -> dict[str, Any]:
-        prompt, sampled = len(self._asked.ask.start.prompt), sum(choice.count for choice in self._choices)
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _sent(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+        return usage(len(self._asked.ask.start.prompt), sum(choice.count for choice in self._choices))
