@@ -5,7 +5,9 @@ All errors have OpenAI's form, also those of unknown paths (`ERRORS`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -155,26 +157,29 @@ class Metrics:
         return []
 
 
-def answering(method: str, metrics: Metrics, answer: Handler) -> Handler:
-    """Returns a handler that answers as `answer` does, and counts each request by its status.
+@contextmanager
+def counted(method: str, metrics: Metrics) -> Iterator[None]:
+    """Context manager that counts a request by its status; `method`: the request's name in the counts."""
+    status = "UNKNOWN"
+    try:
+        yield
+        status = "OK"
+    except RequestError as error:
+        status = error.code
+        raise
+    except (ClientDisconnect, asyncio.CancelledError):  # the client has gone, or its deadline passed
+        status = "CANCELLED"
+        raise
+    finally:
+        metrics.requests.labels(method, status).inc()
 
-    `method`: the request's name in the counts.
-    """
+
+def answering(method: str, metrics: Metrics, answer: Handler) -> Handler:
+    """Returns a handler that answers as `answer` does, and counts each request as `method`."""
 
     async def handle(request: Request) -> Response:
-        status = "UNKNOWN"
-        try:
-            response = await answer(request)
-            status = "OK"
-            return response
-        except RequestError as error:
-            status = error.code
-            raise
-        except ClientDisconnect:
-            status = "CANCELLED"
-            raise
-        finally:
-            metrics.requests.labels(method, status).inc()
+        with counted(method, metrics):
+            return await answer(request)
 
     return handle
 

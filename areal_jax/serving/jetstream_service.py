@@ -20,7 +20,7 @@ from areal_jax.generation import jetstream
 from areal_jax.generation.commands import Start, Tokens
 from areal_jax.secret import Secret
 from areal_jax.serving.answers import AnswerStream, outputs
-from areal_jax.serving.http import Metrics
+from areal_jax.serving.http import Metrics, counted
 from areal_jax.serving.requests import (
     Ask,
     RequestError,
@@ -143,19 +143,11 @@ def _answering(run: Method, method: Any, metrics: Metrics) -> Method:
     kind = GetMessageClass(method.input_type)
 
     async def answer(data: bytes, context: Any) -> Any:
-        status = "UNKNOWN"
         try:
-            result = await run(parsed(kind, data), context)
-            status = "OK"
-            return result
+            with counted(method.name, metrics):
+                return await run(parsed(kind, data), context)
         except RequestError as error:
-            status = error.code
             await context.abort(grpc.StatusCode[error.code], str(error))
-        except asyncio.CancelledError:  # the client disconnected, or its deadline passed
-            status = "CANCELLED"
-            raise
-        finally:
-            metrics.requests.labels(method.name, status).inc()
 
     return answer
 

@@ -32,7 +32,7 @@ class OpenAIApi:
     """The handlers; `deadline_s`: the longest that a request may take, in seconds."""
 
     def __init__(self, streams: Streams, served: Served, metrics: Metrics, deadline_s: float) -> None:
-        self._streams, self._served, self._metrics = streams, served, metrics
+        self._streams, self.served, self._metrics = streams, served, metrics
         self._deadline_s, self._started_s = deadline_s, int(time.time())
 
     def routes(self) -> list[Route]:
@@ -48,15 +48,15 @@ class OpenAIApi:
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._served.name:
-            served = self._served.name
+        if name != self.served.name:
+            served = self.served.name
             said = f"model={name!r:.80} is not served; give {served!r}"
             raise RequestError("NOT_FOUND", said, "model_not_found", "model")
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
         return {
-            "id": self._served.name,
+            "id": self.served.name,
             "object": "model",
             "created": self._started_s,
             "owned_by": "areal-jax",
@@ -65,7 +65,8 @@ class OpenAIApi:
     def _handler(self, name: str, check: Callable[[Any, Served], Asked]) -> Handler:
         async def answer(request: Request) -> Response:
             started_s = time.monotonic()
-            asked = await asyncio.to_thread(_checked, check, await body_of(request), self._served)
+            body = await body_of(request)
+            asked = await asyncio.to_thread(lambda: check(json_of(body), self.served))
             one = Answering(self, name, asked, started_s)
             return await _unless_gone(request, one.streamed() if asked.is_stream else one.whole())
 
@@ -76,8 +77,8 @@ class OpenAIApi:
 
         Raises RequestError if the host refuses it, or it takes longer than the deadline.
         """
-        responses = [AnswerStream(self._served.tokenizer) for _ in range(asked.ask.n)]
-        only, end_s = self._served.is_answers_only, started_s + self._deadline_s
+        responses = [AnswerStream(self.served.tokenizer) for _ in range(asked.ask.n)]
+        only, end_s = self.served.is_answers_only, started_s + self._deadline_s
         with self._streams.submitted(asked.ask) as stream:
             found = outputs(stream, responses, self._metrics, started_s=started_s, is_answers_only=only)
             while True:
@@ -91,14 +92,6 @@ class OpenAIApi:
                         f"the request took longer than {self._deadline_s:g} s; ask for fewer tokens, retry "
                         "when fewer requests wait, or serve with a longer --deadline",
                     ) from None
-
-    @property
-    def served(self) -> Served:
-        return self._served
-
-
-def _checked(check: Callable[[Any, Served], Asked], body: bytes, served: Served) -> Asked:
-    return check(json_of(body), served)
 
 
 async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
