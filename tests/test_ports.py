@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from areal_jax.serving.listening import listening
+from areal_jax.serving.connections import listening
 from tests.ports import reserved_ports
 
 

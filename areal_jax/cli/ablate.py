@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import AsJson, print_json, show
+from areal_jax.cli.shell import AsJson, print_table, progress, show
 from areal_jax.file_errors import writing
 from areal_jax.types import ArealError
 
@@ -18,56 +18,49 @@ COLUMN = 13
 """Width of each column in an ablation's table, in characters, even if the terminal is narrower."""
 
 
-Name = Annotated[str, typer.Argument(help="Name of the ablation; if omitted, all are listed.")]
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="values=[...], arms=[...], seeds=N, speed=X, or section.key=value for all; strategies also "
-        "takes a config file as the first word."
-    ),
-]
-Smoke = Annotated[
-    bool, typer.Option("--smoke", help="Run a part of the ablation that takes at most two minutes.")
-]
-Kept = Annotated[
-    Path | None,
-    typer.Option(help="File to which each finished run is appended; runs that it has are not repeated."),
-]
-Curves = Annotated[Path | None, typer.Option(help="SVG file for the curves by step, one line for each arm.")]
-Page = Annotated[Path | None, typer.Option(help="HTML file for the tables and figures.")]
-Simulated = Annotated[
-    bool,
-    typer.Option("--simulated", help="strategies: simulate the runs, and compare with published figures."),
-]
-Sleeping = Annotated[
-    bool,
-    typer.Option(
-        "--sleeping",
-        help="strategies: run in real time with executors that sleep as long as the cost model says, and "
-        "compare with the simulation.",
-    ),
-]
-Costs = Annotated[
-    Path | None,
-    typer.Option(
-        help="YAML or JSON file with the cost model's figures, as `areal-jax bench costs --json` prints "
-        "them; if omitted, they are measured."
-    ),
-]
-
-
 def ablate(
-    name: Name = "",
-    words: Words = None,
+    name: Annotated[str, typer.Argument(help="Name of the ablation; if omitted, all are listed.")] = "",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="values=[...], arms=[...], seeds=N, speed=X, or section.key=value for all; strategies also "
+            "takes a config file as the first word."
+        ),
+    ] = None,
     json: AsJson = False,
     *,
-    smoke: Smoke = False,
-    runs: Kept = None,
-    curves: Curves = None,
-    page: Page = None,
-    simulated: Simulated = False,
-    sleeping: Sleeping = False,
-    costs: Costs = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Run a part of the ablation that takes at most two minutes.")
+    ] = False,
+    runs: Annotated[
+        Path | None,
+        typer.Option(help="File to which each finished run is appended; runs that it has are not repeated."),
+    ] = None,
+    curves: Annotated[
+        Path | None, typer.Option(help="SVG file for the curves by step, one line for each arm.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help="HTML file for the tables and figures.")] = None,
+    simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulated", help="strategies: simulate the runs, and compare with published figures."
+        ),
+    ] = False,
+    sleeping: Annotated[
+        bool,
+        typer.Option(
+            "--sleeping",
+            help="strategies: run in real time with executors that sleep as long as the cost model says, and "
+            "compare with the simulation.",
+        ),
+    ] = False,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML or JSON file with the cost model's figures, as `areal-jax bench costs --json` prints "
+            "them; if omitted, they are measured."
+        ),
+    ] = None,
 ) -> None:
     """Run an ablation (runs that differ in one key) over several seeds, and show a table of its results."""
     from areal_jax.lab.ablations.ablations import ABLATIONS, find
@@ -85,16 +78,12 @@ def ablate(
     _require_modelled(name, simulated or sleeping, costs)
     use_compilation_cache()
     asked = [*(ablation.smoke if smoke else ()), *(words or ())]
-    say = lambda said: typer.echo(said, err=True)  # noqa: E731
     if simulated or sleeping:
-        figures = _under_costs(ablation, asked, say, runs, costs, sleeping)
+        figures = _under_costs(ablation, asked, runs, costs, sleeping)
     else:
-        figures = run_all(name, ablation, asked, say, runs)
+        figures = run_all(name, ablation, asked, progress, runs)
     _write(figures, curves, page)
-    if json:
-        print_json(figures)
-    else:
-        _print_tables(figures)
+    show(figures, json, lambda: _print_tables(figures))
 
 
 def _require_modelled(name: str, is_modelled: bool, costs: Path | None) -> None:
@@ -105,7 +94,7 @@ def _require_modelled(name: str, is_modelled: bool, costs: Path | None) -> None:
 
 
 def _under_costs(
-    ablation: Any, words: Sequence[str], say: Any, runs: Path | None, costs: Path | None, is_slept: bool
+    ablation: Any, words: Sequence[str], runs: Path | None, costs: Path | None, is_slept: bool
 ) -> dict[str, Any]:
     """Returns the simulated table, and beside it the published figures or what sleeping executors reached."""
     from functools import partial
@@ -118,12 +107,12 @@ def _under_costs(
     from areal_jax.lab.published.published import published_table
 
     ablation = under_a_cost_model(ablation)
-    measured = _costs(costs, words, ablation.recipe, say)
+    measured = _costs(costs, words, ablation.recipe)
     model = fitted(measured)
 
     def table(name: str, run: Any, run_s: float | None = None) -> dict[str, Any]:
         runner = Runner(name, partial(run, costs=model), str(model), run_s)
-        return ablate("strategies", ablation, words, say, runs, runner)
+        return ablate("strategies", ablation, words, progress, runs, runner)
 
     predicted = table("simulated", simulated)
     if not is_slept:
@@ -138,7 +127,7 @@ def _under_costs(
     }
 
 
-def _costs(path: Path | None, words: Sequence[str], recipe: str, say: Any) -> dict[str, Any]:
+def _costs(path: Path | None, words: Sequence[str], recipe: str) -> dict[str, Any]:
     """Returns the figures of the file or, without one, as measured on this machine for the same config."""
     import yaml
 
@@ -154,7 +143,7 @@ def _costs(path: Path | None, words: Sequence[str], recipe: str, say: Any) -> di
 
     config = words[0] if words and "=" not in words[0] else recipe
     own = [word for word in words if "." in word.partition("=")[0]]
-    say("measuring the cost model on this machine (areal-jax bench costs)")
+    progress("measuring the cost model on this machine (areal-jax bench costs)")
     return bench("costs", {"config": config, "words": own})
 
 
@@ -182,52 +171,36 @@ def _write(figures: Mapping[str, Any], curves: Path | None, page: Path | None) -
 
 
 def _print_tables(figures: Mapping[str, Any]) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
     names = [name for name in figures["table"][0] if name not in ("value", "arm", "by_seed")]
     headers = (name.replace("_", " ") for name in names[1:])
     has_arms = len({row["arm"] for row in figures["table"]}) > 1
     first = (figures["key"], "arm") if has_arms else (figures["key"],)
-    table = Table(*first, names[0].replace("_", " "), "by seed", *headers, box=SIMPLE, padding=0)
+    columns = (*first, names[0].replace("_", " "), "by seed", *headers)
+    rows = []
     for row in figures["table"]:
         means = [f"{row[name]:.4g}" for name in names]
         seeds = " ".join(f"{figure:.4g}" for figure in row["by_seed"])
         own = (str(row["value"]), row["arm"]) if has_arms else (str(row["value"]),)
-        table.add_row(*own, means[0], seeds, *means[1:])
-    console = Console(width=COLUMN * len(table.columns))
-    console.print(table)
+        rows.append((*own, means[0], seeds, *means[1:]))
+    width = COLUMN * len(columns)
+    print_table(columns, rows, width, padding=0)
     for key in ("compared", "published"):
         if key in figures:
-            Console(width=100).print(_plain_table(figures[key]))
+            cells = [[_cell(value) for value in row.values()] for row in figures[key]]
+            print_table(tuple(figures[key][0]), cells, 100)
     if figures["differences"]:
-        console.print(_difference_table(figures))
+        names = (figures["key"], "figure", "arm", "minus", "difference", "95 % interval", "pairs")
+        print_table(names, map(_difference, figures["differences"]), width)
     for claim, holds in figures["claims"].items():
         typer.echo(f"{ {True: 'met', False: 'not met', None: 'not in this table'}[holds] }: {claim}")
 
 
-def _plain_table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the rich table of rows with equal keys."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(*rows[0], box=SIMPLE)
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _difference_table(figures: Mapping[str, Any]) -> Any:
-    """Returns the rich table of an ablation's paired differences."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(
-        figures["key"], "figure", "arm", "minus", "difference", "95 % interval", "pairs", box=SIMPLE
-    )
-    for row in figures["differences"]:
-        ends = "–" if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}"
-        names = (str(row["value"]), row["figure"].replace("_", " "), row["arm"], row["baseline"])
-        table.add_row(*names, f"{row['difference']:+.3f}", ends, str(row["pairs"]))
-    return table
+def _difference(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns a paired difference of an ablation as the cells of a table."""
+    ends = "–" if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}"
+    names = (str(row["value"]), row["figure"].replace("_", " "), row["arm"], row["baseline"])
+    return *names, f"{row['difference']:+.3f}", ends, str(row["pairs"])

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 ConfigFile = Annotated[
     Path, typer.Option("--config", help="The run's config file, such as RUN/launch/config.yaml.")
 ]
-Folder = Annotated[
+RunDir = Annotated[
     Path, typer.Option("--run", help="The run's folder, on a file system that all machines share.")
 ]
-Name = Annotated[str, typer.Option(help="The process's name, with its index, such as generate-0.")]
-Words = Annotated[
+AsName = Annotated[str, typer.Option(help="The process's name, with its index, such as generate-0.")]
+Keys = Annotated[
     list[str] | None,
     typer.Argument(help="Overrides section.key=value, such as runtime.redis=redis://head:7600/0."),
 ]
@@ -58,7 +58,7 @@ def node(
     address: Annotated[
         str, typer.Option(help="Address at which other machines reach this one; by default it is detected.")
     ] = "",
-    words: Words = None,
+    words: Keys = None,
 ) -> None:
     """Run the node agent: start this machine's processes of a run, and restart them until the run ends."""
     from areal_jax.cluster.launched import read
@@ -72,7 +72,7 @@ def node(
 
 @roles.command()
 @reading_configs
-def controller(config: ConfigFile, run: Folder, name: Name = "controller", words: Words = None) -> None:
+def controller(config: ConfigFile, run: RunDir, name: AsName = "controller", words: Keys = None) -> None:
     """Run the controller: command hosts and trainer, and record every event in the run's journal."""
     settings = _begin(config, run, words)
     import jax
@@ -86,7 +86,7 @@ def controller(config: ConfigFile, run: Folder, name: Name = "controller", words
 
 @roles.command()
 @reading_configs
-def reward(config: ConfigFile, run: Folder, name: Name = "reward-0", words: Words = None) -> None:
+def reward(config: ConfigFile, run: RunDir, name: AsName = "reward-0", words: Keys = None) -> None:
     """Run a reward process: score completions."""
     settings = _begin(config, run, words)
     from areal_jax.cluster.reward_role import reward
@@ -96,7 +96,7 @@ def reward(config: ConfigFile, run: Folder, name: Name = "reward-0", words: Word
 
 @roles.command()
 @reading_configs
-def generate(config: ConfigFile, run: Folder, name: Name = "generate-0", words: Words = None) -> None:
+def generate(config: ConfigFile, run: RunDir, name: AsName = "generate-0", words: Keys = None) -> None:
     """Run a generation host: decode samples on this process's devices."""
     settings = _begin(config, run, words)
     from areal_jax.cluster.roles import generate
@@ -106,10 +106,10 @@ def generate(config: ConfigFile, run: Folder, name: Name = "generate-0", words: 
 
 @roles.command()
 @reading_configs
-def evaluate(config: ConfigFile, run: Folder, name: Name = "evaluate-0", words: Words = None) -> None:
+def evaluate(config: ConfigFile, run: RunDir, name: AsName = "evaluate-0", words: Keys = None) -> None:
     """Run the evaluation process: measure accuracy at checkpoints, export them as Hugging Face folders."""
     settings = _begin(config, run, words)
-    from areal_jax.cluster.evaluate_role import evaluate
+    from areal_jax.cluster.roles import evaluate
 
     evaluate(settings, run, name)
 
@@ -118,12 +118,12 @@ def evaluate(config: ConfigFile, run: Folder, name: Name = "evaluate-0", words: 
 @reading_configs
 def trainer(
     config: ConfigFile,
-    run: Folder,
-    name: Name = "trainer-0",
+    run: RunDir,
+    name: AsName = "trainer-0",
     coordinator: Annotated[
         str, typer.Option(help="HOST:PORT of trainer-0; needed if there are several trainer processes.")
     ] = "",
-    words: Words = None,
+    words: Keys = None,
 ) -> None:
     """Run one of the trainer's processes: train the policy, and publish its versions to the hosts."""
     from areal_jax.cluster.watchdog import Deadlines, watched

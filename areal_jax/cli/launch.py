@@ -35,11 +35,10 @@ def launch(
 
     Other settings of slurm, gcloud and gke are environment variables, which launchers/README.md lists.
     """
-    from areal_jax.cluster.launch.prepare import prepare
-    from areal_jax.cluster.launch.submission import submit
     from areal_jax.cluster.launched import read
     from areal_jax.cluster.node_agent import ONLY, describe, plan_of, run_node
     from areal_jax.cluster.placement import LaunchError
+    from areal_jax.cluster.submission import prepare, submit
 
     if dry_run and not json:
         typer.echo(POINTER, err=True)

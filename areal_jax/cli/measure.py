@@ -1,14 +1,15 @@
-"""Commands that measure: bench, simtest."""
+"""Commands that measure: bench, simtest, parity, eval."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import AsJson, show
+from areal_jax.cli.shell import AnyModel, AsJson, print_table, progress, show
 from areal_jax.types import ArealError
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -72,3 +73,66 @@ def _with_huge_pages() -> None:
         os.execve(
             sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "GLIBC_TUNABLES": HUGE_PAGES}
         )
+
+
+def parity(
+    model: AnyModel,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 8,
+    members: Annotated[int, typer.Option(min=1, help="Number of completions per prompt.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a completion, in tokens.")] = 64,
+    seed: Annotated[
+        int, typer.Option(help="Seed of sampling and, for a built-in model size, of the random parameters.")
+    ] = 0,
+    json: AsJson = False,
+) -> None:
+    """Measure how far generator and trainer log-probs differ, in nats and bit by bit."""
+    from areal_jax.lab.bench.parity import parity as compare
+
+    figures = compare(
+        model,
+        prompts=prompts,
+        members=members,
+        max_tokens=max_tokens,
+        seed=seed,
+        progress=progress,
+    )
+    show(figures, json, lambda: _print(figures))
+
+
+def _print(figures: Mapping[str, Any]) -> None:
+    gaps = ("mean", "p999", "max", "mismatch_kl")
+    rows = (
+        (
+            *(row["dtype"], row["numerics"], str(row["tokens"])),
+            *(f"{row[name]:.2g}" for name in gaps),
+            f"{row['unequal']} ({1 - row['equal_share']:.1%})",
+        )
+        for row in figures["rows"]
+    )
+    typer.echo(f"{figures['model']}: |generator - trainer| log-prob of sampled tokens, in nats")
+    print_table(("dtype", "numerics", "tokens", *gaps, "unequal bits"), rows, padding=0)
+
+
+def evaluate(
+    model: AnyModel,
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Settings: tasks=NAME, YAML files and section.key=value.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Evaluate only this many prompts of each task, from the first on; all by default."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Completions sampled per prompt for pass@k; 0 evaluates greedily only.")
+    ] = 4,
+    json: AsJson = False,
+) -> None:
+    """Measure greedy accuracy and pass@k on a held-out split, with 95 % confidence intervals."""
+    from areal_jax.evaluation.command import eval_model_or_run
+    from areal_jax.observe.evals import eval_progress, print_eval
+    from areal_jax.serving.run_services import make_gateway
+
+    with eval_progress(sys.stderr) as progress:
+        own = model, words or [], limit, samples, progress
+        figures = eval_model_or_run(*own, make_gateway=make_gateway)
+    show(figures, json, lambda: print_eval(figures, sys.stdout))

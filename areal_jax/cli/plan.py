@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import AsJson, print_json, print_memory
+from areal_jax.cli.shell import AsJson, print_memory, print_table, progress, show
 
 GIB = 2**30
 
@@ -38,25 +38,19 @@ def plan(
     config = load_config(*words)
     if missing := missing_extra(machine.target):
         resident = planning.memory_only(config, machine)
-        if json:
-            print_json(resident | {"missing": missing})
-        else:
+        if not json:
             typer.echo(f"{missing}. Without it there is only what stays in memory:")
-            print_memory(resident["memory"])
+        show(resident | {"missing": missing}, json, lambda: print_memory(resident["memory"]))
         return
-    figures = planning.plan(config, machine, lambda said: typer.echo(said, err=True))
-    if json:
-        print_json(figures)
-    else:
-        _print(figures)
+    figures = planning.plan(config, machine, progress)
+    show(figures, json, lambda: _print(figures))
     if not figures["fits"]:
         raise typer.Exit(1)
 
 
 def _print(figures: Mapping[str, Any]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column
 
     meshes = "; ".join(
         f"{role}: {' x '.join(f'{axis}={size}' for axis, size in shape.items() if size > 1) or '1 device'}, "
@@ -70,22 +64,20 @@ def _print(figures: Mapping[str, Any]) -> None:
     columns = (
         "program", "calls", "compile s", "args", "temp GiB", "TFLOP", "GB", "sent GB", "at least", "by"
     )  # fmt: skip
-    table = Table(*columns, box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in table.columns[1:-1]:
-        column.justify = "right"
-    for one in figures["programs"]:
-        costs = one["costs"]
-        table.add_row(
+    first, *numbers, last = columns
+    columns = (first, *(Column(name, justify="right") for name in numbers), last)
+    rows = [
+        (
             f"{one['role']} {one['name']}", f"{one['calls']:,.0f}", f"{one['compile_s']:.1f}",
             f"{one['argument_bytes'] / GIB:.2f}", f"{one['temporary_bytes'] / GIB:.2f}",
             f"{sum(costs['flops'].values()) / 1e12:.2f}", f"{costs['bytes'] / 1e9:.1f}",
             f"{costs['sent_bytes'] / 1e9:.2f}", f"{1000 * one['at_least_s']:.2f} ms", one["bound"],
-        )  # fmt: skip
-    Console(width=max(110, Console().width)).print(table)
-    for line in _details(figures):
-        typer.echo(line)
-    typer.echo("")
-    for line in _summary(figures):
+        )
+        for one in figures["programs"]
+        for costs in [one["costs"]]
+    ]  # fmt: skip
+    print_table(columns, rows, max(110, Console().width), padding=(0, 1, 0, 0))
+    for line in (*_details(figures), "", *_summary(figures)):
         typer.echo(line)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from areal_jax.cli.shell import AsJson, print_json, show
+from areal_jax.cli.shell import AsJson, RunFolder, progress, show
 from areal_jax.report.sharing import Sharing
 from areal_jax.types import ArealError
 
@@ -22,10 +22,8 @@ UNCHAINED = (
     "change that contradicts nothing else is not found"
 )
 
-Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
 
-
-def audit(folder: Folder, json: AsJson = False) -> None:
+def audit(folder: RunFolder, json: AsJson = False) -> None:
     """Check a run's invariants: each prompt is trained once, dropped for a reason, or still in flight.
 
     Also whether the journal is whole, and whether metrics, checkpoints, exports and evaluations agree.
@@ -48,37 +46,32 @@ def audit(folder: Folder, json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-Sampled = Annotated[str | None, typer.Argument(help="ORDINAL/MEMBER, such as 12/3.")]
-Tree = Annotated[
-    bool, typer.Option("--tree", help="Instead of a sample: how many tokens of the samples were repeated.")
-]
-ByAge = Annotated[
-    bool,
-    typer.Option("--staleness", help="Instead of a sample: rewards by age, raw and of equally hard prompts."),
-]
-ByGroups = Annotated[
-    bool,
-    typer.Option(
-        "--selection", help="Instead of a sample: lengths and difficulty of trained and generated groups."
-    ),
-]
-Token = Annotated[
-    int | None, typer.Option(help="Where token number T of the sample, prompt included, comes from.")
-]
-Verified = Annotated[
-    bool, typer.Option("--verify", help="With --token: generate the sample again, and compare all bits.")
-]
-
-
 def inspect(
-    folder: Folder,
-    sample: Sampled = None,
+    folder: RunFolder,
+    sample: Annotated[str | None, typer.Argument(help="ORDINAL/MEMBER, such as 12/3.")] = None,
     *,
-    tree: Tree = False,
-    staleness: ByAge = False,
-    selection: ByGroups = False,
-    token: Token = None,
-    verify: Verified = False,
+    tree: Annotated[
+        bool,
+        typer.Option("--tree", help="Instead of a sample: how many tokens of the samples were repeated."),
+    ] = False,
+    staleness: Annotated[
+        bool,
+        typer.Option(
+            "--staleness", help="Instead of a sample: rewards by age, raw and of equally hard prompts."
+        ),
+    ] = False,
+    selection: Annotated[
+        bool,
+        typer.Option(
+            "--selection", help="Instead of a sample: lengths and difficulty of trained and generated groups."
+        ),
+    ] = False,
+    token: Annotated[
+        int | None, typer.Option(help="Where token number T of the sample, prompt included, comes from.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="With --token: generate the sample again, and compare all bits.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Show one sample: prompt, completion coloured by version and by log-prob, reward and its explanation.
@@ -113,10 +106,7 @@ def inspect(
         _inspect_token(folder, sample, token, verify, json)
     elif sample is not None:
         view = view_sample(folder, sample)
-        if json:
-            print_json(view.to_json())
-        else:
-            print_sample(view, sys.stdout)
+        show(view.to_json(), json, lambda: print_sample(view, sys.stdout))
 
 
 def _require_one(sample: str | None, options: Mapping[str, bool]) -> None:
@@ -139,7 +129,7 @@ def _inspect_token(folder: Path, sample: str, token: int, is_verified: bool, jso
         return
     from areal_jax.replay.one_sample import replay_sample
 
-    found = replay_sample(folder, sample, lambda said: typer.echo(said, err=True))
+    found = replay_sample(folder, sample, progress)
     equal = f"generated again: {found.tokens} tokens of the sample, every bit is equal"
     if found.bounded_from is not None:
         equal = f"generated again on another kind of machine: {found.tokens} tokens, within bounds"
@@ -179,7 +169,7 @@ def _sharing_line(part: Sharing) -> str:
 
 
 def report(
-    folder: Folder,
+    folder: RunFolder,
     timeline: Annotated[
         Path | None, typer.Option(help="Also write the timeline of the whole run to this SVG file.")
     ] = None,

@@ -7,20 +7,15 @@ from typing import Annotated
 
 import typer
 
-from areal_jax.cli.shell import Model, stop_on_sigterm
+from areal_jax.cli.shell import AnyModel, stop_on_sigterm
 from areal_jax.plugin import needing
 
 PACKAGES = ("google", "grpc", "prometheus_client", "starlette", "uvicorn")
 """Top-level modules that the extra [serve] installs; if one is missing, the error names the extra."""
 
-Weights = Annotated[
-    list[Path] | None,
-    typer.Option(help="A folder from which /swap may load weights; may be given several times."),
-]
-
 
 def serve(
-    model: Model,
+    model: AnyModel,
     words: Annotated[
         list[str] | None, typer.Argument(help="Settings: YAML files and section.key=value.")
     ] = None,
@@ -53,7 +48,10 @@ def serve(
         bool,
         typer.Option(help="Send only the text of answers, without thoughts and token ids."),
     ] = False,
-    weights: Weights = None,
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder from which /swap may load weights; may be given several times."),
+    ] = None,
     secret_file: Annotated[
         Path | None, typer.Option(help="File that holds the secret; by default AREAL_JAX_SECRET is used.")
     ] = None,
@@ -65,14 +63,14 @@ def serve(
         from areal_jax.serving.server import ServeSettings
         from areal_jax.serving.server import serve as run
     settings = ServeSettings(
-        host,
-        port,
-        http_port,
-        queue,
-        unread,
-        deadline,
-        idle,
-        connections,
+        host=host,
+        port=port,
+        http_port=http_port,
+        queue=queue,
+        unread=unread,
+        deadline_s=deadline,
+        idle_s=idle,
+        connections=connections,
         is_sampled=sample,
         is_answers_only=answers_only,
         weights=tuple(weights or ()),

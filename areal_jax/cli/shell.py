@@ -35,7 +35,8 @@ ALLOWED = "AREAL_JAX_ALLOW_CODE"
 CONFIG = "config.yaml"
 OWN = ("config", "folder", "run", "words")
 """Names of the arguments that hold a user's own config files, the folders of such runs, and settings."""
-Model = Annotated[
+RunFolder = Annotated[Path, typer.Argument(help="The run's folder.")]
+AnyModel = Annotated[
     str,
     typer.Argument(
         help="smollm2, a Hugging Face folder, a GGUF file, a built-in model size (random parameters), or a "
@@ -131,27 +132,50 @@ def stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def show(figures: Mapping[str, Any], is_json: bool, lines: Iterable[str] | None = None) -> None:
-    """Prints a command's results: as one JSON object if `is_json`, else the text `lines`.
+def show(
+    figures: Mapping[str, Any], is_json: bool, text: Iterable[str] | Callable[[], None] | None = None
+) -> None:
+    """Prints a command's results: as one JSON object if `is_json`, else `text`.
 
-    If `lines` is None, prints a line `name: value` for each of `figures`.
+    `text`: lines, or a function that prints the results; None: a line `name: value` for each of `figures`.
     """
     if is_json:
         print_json(figures)
-        return
-    for line in (f"{name}: {value}" for name, value in figures.items()) if lines is None else lines:
-        typer.echo(line)
+    elif callable(text):
+        text()
+    else:
+        for line in (f"{name}: {value}" for name, value in figures.items()) if text is None else text:
+            typer.echo(line)
+
+
+def progress(said: str) -> None:
+    """Prints a line about a command's progress to standard error."""
+    typer.echo(said, err=True)
+
+
+def print_table(
+    columns: Sequence[Any], rows: Iterable[Sequence[str]], width: int | None = None, **style: Any
+) -> None:
+    """Prints a table of at most `width` characters (None: those of the terminal).
+
+    `columns`: the headers, or rich's Columns. `style`: options of rich's Table.
+    """
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, **{"box": SIMPLE, **style})
+    for row in rows:
+        table.add_row(*row)
+    Console(width=width).print(table)
 
 
 def print_memory(rows: Iterable[Mapping[str, Any]]) -> None:
     """Prints a memory table: rows of `assembly.memory_table` as dicts with owner, content, bytes."""
-    from rich.console import Console
-    from rich.table import Table
+    from rich.box import HEAVY_HEAD
 
-    table = Table("owner", "content", "MiB")
-    for row in rows:
-        table.add_row(row["owner"], row["content"], f"{row['bytes'] / 2**20:,.2f}")
-    Console().print(table)
+    shown = ((row["owner"], row["content"], f"{row['bytes'] / 2**20:,.2f}") for row in rows)
+    print_table(("owner", "content", "MiB"), shown, box=HEAVY_HEAD)
 
 
 def print_json(figures: Mapping[str, Any]) -> None:

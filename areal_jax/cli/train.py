@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from areal_jax.cli.shell import POINTER, AsJson, print_json, print_memory, stop_on_sigterm
+from areal_jax.cli.shell import POINTER, AsJson, print_json, print_memory, show, stop_on_sigterm
 
 if TYPE_CHECKING:
     from areal_jax.report.run_result import RunResult
 
-Words = Annotated[
+ConfigWords = Annotated[
     list[str] | None, typer.Argument(help="YAML files and section.key=value, composed left to right.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print config, meshes and memory; start nothing.")]
 
 
-def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
+def quickstart(words: ConfigWords = None, json: AsJson = False, dry_run: DryRun = False) -> None:
     """Train a small model on a procedural task, in about a minute."""
     from importlib.resources import as_file, files
 
@@ -30,7 +30,7 @@ def quickstart(words: Words = None, json: AsJson = False, dry_run: DryRun = Fals
         _run([str(recipe), *_fresh_folder(words or [])], json, dry_run)
 
 
-def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> None:
+def run(words: ConfigWords = None, json: AsJson = False, dry_run: DryRun = False) -> None:
     """Train: CONFIG [CONFIG ...] [section.key=value ...]."""
     if not words:
         raise typer.BadParameter(
@@ -39,7 +39,7 @@ def run(words: Words = None, json: AsJson = False, dry_run: DryRun = False) -> N
     _run(words, json, dry_run)
 
 
-def resume(folder: Path, words: Words = None, json: AsJson = False) -> None:
+def resume(folder: Path, words: ConfigWords = None, json: AsJson = False) -> None:
     """Continue a run that ended for any reason: RUN [section.key=value ...]."""
     stop_on_sigterm()
     from areal_jax.jobs import local as jobs
@@ -54,7 +54,8 @@ def _run(words: list[str], json: bool, is_dry: bool) -> None:
 
     config = load_config(*words)
     if is_dry:
-        _print_plan(jobs.dry_run(config), json)
+        figures = jobs.dry_run(config)
+        show(figures, json, lambda: _print_plan(figures))
         return
     finish(lambda stream: jobs.run(config, stream=stream), config.run.folder, json)
 
@@ -95,10 +96,7 @@ def _fresh_folder(words: list[str]) -> list[str]:
     return [*words, f"run.name={unused}"]
 
 
-def _print_plan(plan: dict[str, Any], json: bool) -> None:
-    if json:
-        print_json(plan)
-        return
+def _print_plan(plan: dict[str, Any]) -> None:
     import yaml
 
     typer.echo(yaml.safe_dump(plan["config"], sort_keys=False))

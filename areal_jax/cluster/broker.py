@@ -2,7 +2,7 @@
 
 A mailbox is a Redis stream with one reader. A message stays in the stream until the reader calls `done`, so
 delivery is at least once: a reader that restarts gets every message again for which it did not call `done`.
-A mailbox is bounded: `post` waits while the mailbox is full. Message bodies are encoded with msgpack.
+A mailbox is bounded: `post` waits while the mailbox is full. Delivered bodies are encoded with msgpack.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BrokerError(ArealError):
     """Raised if a message cannot be posted, taken or decoded, or if Redis cannot be used."""
 
 
-class Message(NamedTuple):
+class Delivered(NamedTuple):
     id: str
     body: Any
 
@@ -92,7 +92,7 @@ class Broker:
                 )
             time.sleep(_POLL_S)
 
-    def take(self, mailbox: str, timeout_s: float, most: int = 64) -> list[Message]:
+    def take(self, mailbox: str, timeout_s: float, most: int = 64) -> list[Delivered]:
         """Waits for messages and returns 1 to `most` of them; [] if none arrives within `timeout_s` seconds.
 
         Never waits longer than half of SOCKET_S, or half of the broker's deadline. Messages are in the order
@@ -110,7 +110,7 @@ class Broker:
         held += [message.id for message in found]
         return found
 
-    def done(self, mailbox: str, messages: Iterable[Message]) -> None:
+    def done(self, mailbox: str, messages: Iterable[Delivered]) -> None:
         """Marks messages as done, which deletes them from the mailbox: no reader gets them again."""
         if ids := [message.id for message in messages]:
             self.link.run(lambda client: client.xdel(self._key(mailbox), *ids))
@@ -177,9 +177,9 @@ class Broker:
     def _key(self, mailbox: str) -> str:
         return self.key_of(f"mailbox:{mailbox}")
 
-    def _message(self, mailbox: str, at: bytes, fields: Any) -> Message:
+    def _message(self, mailbox: str, at: bytes, fields: Any) -> Delivered:
         try:
-            return Message(at.decode(), unpack(fields[b"body"]))
+            return Delivered(at.decode(), unpack(fields[b"body"]))
         except (KeyError, JournalError) as error:
             why = error.__cause__ or error
             raise BrokerError(

@@ -27,7 +27,7 @@ from areal_jax.cluster import messages as m
 from areal_jax.cluster.broker import Broker, BrokerError
 from areal_jax.cluster.membership import HEARTBEAT_S, LOST_S, Member, Membership, mailbox_of
 from areal_jax.cluster.messages import CONTROL
-from areal_jax.cluster.owner import Owner
+from areal_jax.cluster.owner import RunOwner
 from areal_jax.cluster.payloads import Held, Posted
 from areal_jax.cluster.remote import RemoteHosts
 from areal_jax.cluster.reward_placement import WORKFLOW_EVENTS, PlacedGroups, PlacedWorkflows
@@ -57,7 +57,7 @@ TRAINER = "trainer-0"
 class Controller:
     """Drives a run: `run()` returns when the run is complete, or raises the error that ended the run."""
 
-    def __init__(self, inputs: Inputs, context: RunContext, broker: Broker, owner: Owner) -> None:
+    def __init__(self, inputs: Inputs, context: RunContext, broker: Broker, owner: RunOwner) -> None:
         """`inputs`: the run's config, tasks, model. `context`: the run's folder, journal and control plane.
 
         `broker`: the connection to Redis. `owner`: this controller's claim on the run, after `owner.claim()`.
@@ -77,6 +77,7 @@ class Controller:
         self._control = context.control
         self._scoring = PlacedGroups(self._command_reward, 2 * context.config.runtime.reward_workers)
         self._workflows = PlacedWorkflows(self._command_reward)
+        self.answer, self.call, self.end = self._workflows.answer, self._workflows.call, self._workflows.end
         self._weights = ""
         self._shares_prompts = True
         self._has_begun = False
@@ -202,14 +203,14 @@ class Controller:
         for event, payload in early:
             events += self._in_time(event, payload)
         for message in messages:
-            if isinstance(message, m.Event):
+            if isinstance(message, m.EventReport):
                 events += self._valid(message, payloads)
                 # Whether later samples of this host are late depends on what it has taken over.
                 if not isinstance(message.event, e.SamplesMoved):
                     continue
             self._driver.handle(events)  # the journal keeps the order of the messages
             events = []
-            if not isinstance(message, m.Event):
+            if not isinstance(message, m.EventReport):
                 self._receive(message)
         self._driver.handle(events + self._driver.placement_due())
         self._held.settle(self._control.state.groups.keys() | {group.ordinal for group in self._again})
@@ -217,7 +218,7 @@ class Controller:
             mailbox_of(message.name, message.incarnation): message.number
             for message in messages
             # Events of an epoch before Redis was emptied were refused: their process has to repeat them.
-            if isinstance(message, m.Event) and message.epoch in self._epochs
+            if isinstance(message, m.EventReport) and message.epoch in self._epochs
         }
         self._send()
         # Last: until their events are journaled, messages must reach a restarted controller again.
@@ -307,7 +308,7 @@ class Controller:
 
     # --- messages from processes ----------------------------------------------------------------------------
 
-    def _valid(self, message: m.Event, payloads: Mapping[Posted, bytes]) -> list[Incoming]:
+    def _valid(self, message: m.EventReport, payloads: Mapping[Posted, bytes]) -> list[Incoming]:
         """Returns [(event, payload)]; [] if the event is refused or has to wait (`_in_time`).
 
         `payloads`: posted payload -> the sample's encoded trajectory in Redis. A host's event is refused if
@@ -318,7 +319,7 @@ class Controller:
         """
         event, mailbox = message.event, mailbox_of(message.name, message.incarnation)
         if isinstance(event, e.RewardScored | e.RewardFailed):
-            self._scoring.scored(event.ordinal, event.attempt)
+            self._scoring.forget((event.ordinal, event.attempt))
             return [(event, None)]
         if message.number <= self._confirmed.get(mailbox, -1):
             return []  # duplicate delivery, within the life of this controller
@@ -361,14 +362,14 @@ class Controller:
         self._early.append((event, payload))
         return []
 
-    def _receive(self, message: m.Message) -> None:
+    def _receive(self, message: m.AnyMessage) -> None:
         match message:
             case m.Hello():
                 self._register(message)
             case m.Ready(name, incarnation, epoch) if epoch == self._epoch:
                 if (member := self._membership.of(name, incarnation)) is not None:
                     self._ready(member, message)
-            case m.Note(name, text):
+            case m.LogLine(name, text):
                 self._view.note(f"{name}: {text}")
             case m.Ended(name, incarnation):
                 self._membership.forget(name, incarnation)
@@ -454,7 +455,7 @@ class Controller:
             self._start(ready)
             return
         for host in self._membership.ready("generate"):
-            self._post(host.mailbox, m.Weights(self._epoch, ready.weights))
+            self._post(host.mailbox, m.WeightsAddress(self._epoch, ready.weights))
         # A trainer that is back has caught up with the journal; the batch under way is commanded again.
         self._handle(e.VersionCommitted(ready.version, ready.digest))
         self._driver.ask_again()
@@ -512,31 +513,22 @@ class Controller:
     # --- actions --------------------------------------------------------------------------------------------
 
     def command(self, action: e.HostCommand, payload: Any = None) -> None:
-        """Sends the action and its payload (see `messages.Command`) to the action's host.
+        """Sends the action and its payload (see `messages.Envelope`) to the action's host.
 
         Does nothing if that process was lost: the event HostLost informs the control plane of the loss.
         """
         if isinstance(action, e.Continue):
             payload = [payload.tokens, payload.sampling.max_tokens, payload.sampling.stop]
         if (member := self._membership.members.get(action.host)) is not None:
-            self._post(member.mailbox, m.Command(self._epoch, action, payload))
+            self._post(member.mailbox, m.Envelope(self._epoch, action, payload))
 
     def begin(self, sample: SampleId, prompt: Prompt, conversation: Conversation) -> None:
         self._workflows.begin(sample, conversation)
 
-    def answer(self, sample: SampleId, turn: int, conversation: Conversation) -> None:
-        self._workflows.answer(sample, turn, conversation)
-
-    def call(self, sample: SampleId, call: int) -> None:
-        self._workflows.call(sample, call)
-
-    def end(self, ordinal: int) -> None:
-        self._workflows.end(ordinal)
-
     def _command_reward(
         self, mailbox: str, action: e.Score | e.WorkflowCommand | e.Drop, payload: Any
     ) -> None:
-        self._post(mailbox, m.Command(self._epoch, action, payload))
+        self._post(mailbox, m.Envelope(self._epoch, action, payload))
 
     def score(self, action: e.Score, prompt: Prompt, completions: Sequence[Completion]) -> None:
         self._scoring.score(action, completions)
@@ -554,16 +546,16 @@ class Controller:
     def hold(self, action: e.Hold) -> None:
         """Tells all trainer processes that are ready what they wait for until their next batch."""
         for member in self._membership.ready("trainer"):
-            self._post(member.mailbox, m.Command(self._epoch, action))
+            self._post(member.mailbox, m.Envelope(self._epoch, action))
 
     def _send_batch(
         self, trainers: Iterable[Member], action: e.Train, plan: BatchPlan, **journaled: list[Any]
     ) -> None:
-        command = m.Command(self._epoch, action, {"plan": plan.to_wire(), **journaled})
+        command = m.Envelope(self._epoch, action, {"plan": plan.to_wire(), **journaled})
         for member in trainers:
             self._post(member.mailbox, command)
 
-    def _post(self, mailbox: str, message: m.Message) -> None:
+    def _post(self, mailbox: str, message: m.AnyMessage) -> None:
         """Queues a message for `mailbox`; the next `_send` posts all queued messages together."""
         self._out[mailbox].append(m.to_plain(message))
 
@@ -588,8 +580,8 @@ def _newest_version(event: e.Event) -> int:
     return max((span.version for span in spans), default=-1)
 
 
-def _announced(message: m.Message) -> Posted | None:
-    if isinstance(message, m.Event) and isinstance(message.event, SAMPLED):
+def _announced(message: m.AnyMessage) -> Posted | None:
+    if isinstance(message, m.EventReport) and isinstance(message.event, SAMPLED):
         mailbox = mailbox_of(message.name, message.incarnation)
         return Posted(message.event.sample, mailbox, message.number)
     return None

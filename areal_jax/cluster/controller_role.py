@@ -10,7 +10,7 @@ from areal_jax.assembly.parts import open_inputs
 from areal_jax.assembly.run_folder import CONFIG_DIGEST, JOURNAL, config_digest
 from areal_jax.cluster.controller import Controller
 from areal_jax.cluster.meeting import connect
-from areal_jax.cluster.owner import Owner
+from areal_jax.cluster.owner import RunOwner
 from areal_jax.config.tree import Config
 from areal_jax.observe.waits import process_timeline
 from areal_jax.report.run_result import RunResult, write_result
@@ -30,7 +30,7 @@ def control(config: Config, folder: Path, stream: TextIO | None = None) -> RunRe
     timeline = process_timeline(folder, "controller")
     with connect(config) as broker:
         broker.link.require_supported()
-        owner = Owner(broker)
+        owner = RunOwner(broker)
         owner.claim()  # before the journal is opened: raises while another controller is alive and writes it
         with _journal(config, folder, owner.token) as journal:
             with open_context(config, folder, journal, timeline, stream) as context:

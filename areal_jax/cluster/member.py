@@ -49,9 +49,9 @@ class ControllerLink:
         self._broker, self._role, self._deadline_s = connect(config), role, config.runtime.deadline_s
         self._mailbox = mailbox_of(name, self.incarnation)
         self.payloads = Payloads(self._broker)
-        self._out: queue.Queue[tuple[m.Message, Trajectory | None] | None] = queue.Queue()
+        self._out: queue.Queue[tuple[m.AnyMessage, Trajectory | None] | None] = queue.Queue()
         self._numbers = itertools.count()
-        self._unconfirmed: deque[m.Event] = deque()
+        self._unconfirmed: deque[m.EventReport] = deque()
         """Events that the controller has not confirmed as journaled, without those that have a trajectory.
 
         They are sent again after the controller has restarted or Redis has lost its data.
@@ -94,7 +94,7 @@ class ControllerLink:
         """Sends the message Ready, with the given `fields`: the answer to the controller's message Begin."""
         self.send(m.Ready(self.name, self.incarnation, self.epoch, **fields))
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: m.AnyMessage) -> None:
         """Queues a message to the controller and returns at once."""
         self._out.put((message, None))
 
@@ -116,20 +116,20 @@ class ControllerLink:
         # Numbers go out in order: the controller ignores an event with a number below the newest.
         with self._guard:
             number = next(self._numbers)
-            message = m.Event(self.name, self.incarnation, self.epoch, number, event, ticket)
+            message = m.EventReport(self.name, self.incarnation, self.epoch, number, event, ticket)
             if trajectory is None and is_repeated:
                 self._unconfirmed.append(message)
             self._out.put((message, trajectory))
 
     def note(self, text: str) -> None:
-        self.send(m.Note(self.name, text))
+        self.send(m.LogLine(self.name, text))
 
     def fail(self, error: BaseException) -> None:
         """Makes `commands` raise this error at its next poll of the mailbox."""
         self._error = error
 
-    def commands(self) -> Iterator[m.Message]:
-        """Yields the controller's messages Begin, Weights and Command; returns at the message End.
+    def commands(self) -> Iterator[m.AnyMessage]:
+        """Yields the controller's messages Begin, WeightsAddress and Envelope; returns at the message End.
 
         Skips messages from before the last Begin. A message is deleted from the mailbox when the caller asks
         for the next message. Raises the error given to `fail`, ArealError if the message End has a reason,
@@ -198,7 +198,7 @@ class ControllerLink:
                 {
                     Posted(t.sample, self._mailbox, message.number): encode(t)
                     for message, t in sent
-                    if isinstance(message, m.Event) and t is not None
+                    if isinstance(message, m.EventReport) and t is not None
                 }
             )
             self._broker.post(m.CONTROL, *(m.to_plain(message) for message, _ in sent))

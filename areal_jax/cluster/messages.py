@@ -1,7 +1,7 @@
 """Messages between the processes of a cluster: records that `to_plain` converts to lists for msgpack.
 
 Every process sends to the controller's mailbox; the controller sends to each process's own mailbox. The
-controller's commands are the control plane's actions, in an envelope (`Command`). Delivery is at least once,
+controller's commands are the control plane's actions, in an `Envelope`. Delivery is at least once,
 so handling a message twice must have the effect of handling it once.
 """
 
@@ -60,7 +60,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Event:
+class EventReport:
     """An event for the control plane, sent in `epoch` by the process `name` that started as `incarnation`.
 
     `epoch` is explained at Begin, `incarnation` at Hello. A SampleFinished announces the sample's trajectory,
@@ -78,7 +78,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Note:
+class LogLine:
     """A line of text that the controller shows in the run's log."""
 
     name: str
@@ -116,7 +116,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsAddress:
     """Sent to hosts after a trainer restart: from now on, hosts pull weights from `address`."""
 
     epoch: str
@@ -124,7 +124,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Command:
+class Envelope:
     """An action of the control plane, with the data that the receiver needs to carry it out.
 
     `payload` for Dispatch: the prompt's tokens; None if the samples have a workflow. For Continue: [all
@@ -154,22 +154,22 @@ class End:
     reason: str = ""
 
 
-Message = Hello | Ready | Event | Note | Ended | Begin | Weights | Command | End
+AnyMessage = Hello | Ready | EventReport | LogLine | Ended | Begin | WeightsAddress | Envelope | End
 
-KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
+KINDS: dict[str, type] = {kind.__name__: kind for kind in AnyMessage.__args__}
 
 SENT: dict[str, type] = {
     kind.__name__: kind
     for kind in (*get_args(e.HostCommand | e.WorkflowCommand), e.Score, e.Train, e.Hold, e.Drop)
 }
-"""Class name -> class of the actions that a Command can contain; other actions are never sent."""
+"""Class name -> class of the actions that an Envelope can contain; other actions are never sent."""
 
 
 class MessageError(ArealError):
     """Raised if a message cannot be decoded, as when another version of areal-jax sent it."""
 
 
-def to_plain(message: Message) -> list[Any]:
+def to_plain(message: AnyMessage) -> list[Any]:
     """Returns [name of the message's class, values of its fields in order], for msgpack."""
     values = [getattr(message, f.name) for f in fields(message)]
     records = e.EVENTS | SENT
@@ -179,8 +179,8 @@ def to_plain(message: Message) -> list[Any]:
     ]
 
 
-def from_plain(body: Any) -> Message:
-    """Returns the message that `to_plain` converted to `body`; in a Command's payload, tuples become lists.
+def from_plain(body: Any) -> AnyMessage:
+    """Returns the message that `to_plain` converted to `body`; in an Envelope's payload, tuples become lists.
 
     Raises MessageError for any other `body`.
     """
@@ -188,9 +188,9 @@ def from_plain(body: Any) -> Message:
         name, values = body
         kind = KINDS[name]
         named = dict(zip([f.name for f in fields(kind)], values, strict=True))
-        if kind is Event:
+        if kind is EventReport:
             named["event"] = e.from_wire(*named["event"], kinds=e.EVENTS)
-        elif kind is Command:
+        elif kind is Envelope:
             named["action"] = e.from_wire(*named["action"], kinds=SENT)
         elif kind is Ready:
             named["samples"] = tuple(SampleId(*sample) for sample in named["samples"])

@@ -19,7 +19,7 @@ from areal_jax.cluster.launched import Launch, write
 from areal_jax.cluster.placement import PROGRAM, LaunchError, Plan, Process, environment, make_plan, words_of
 from areal_jax.cluster.redis_server import free_port, redis_server
 from areal_jax.cluster.rendezvous import POLL_S, AwayError, Meeting, Place, find, lead
-from areal_jax.cluster.supervisor import GRACE_S, MOVED, Command, Supervisor, Unit
+from areal_jax.cluster.supervisor import GRACE_S, MOVED, ChildProcess, Supervisor, Unit
 from areal_jax.config.tree import Config
 from areal_jax.secret import VARIABLE
 from areal_jax.trajectories.lock import WriterLock
@@ -106,9 +106,9 @@ def units_of(plan: Plan, rank: int, launch: Launch, meeting: Meeting) -> list[Un
     env = {VARIABLE: meeting.secret}
     gpus = visible_gpus() if plan.accelerator == "gpu" else []
 
-    def command(process: Process) -> Command:
+    def command(process: Process) -> ChildProcess:
         words = words_of(process, plan, launch.effective, launch.folder, meeting.coordinator, meeting.url)
-        return Command(process.name, tuple(words), {**environment(plan, process, gpus), **env})
+        return ChildProcess(process.name, tuple(words), {**environment(plan, process, gpus), **env})
 
     here = plan.on(rank)
     trainers = tuple(command(process) for process in here if process.role == "trainer")

@@ -68,7 +68,7 @@ class Replaced(BrokerError):
     """Raised if another controller owns the run; the message names that controller's process."""
 
 
-class Controller(NamedTuple):
+class LiveController(NamedTuple):
     """What other processes read in Redis about the live controller: its epoch and what it has journaled."""
 
     epoch: str
@@ -76,7 +76,7 @@ class Controller(NamedTuple):
     """Mailbox of a process -> number of the newest event of that process that is journaled."""
 
 
-class Owner:
+class RunOwner:
     """A controller's claim on a run; it ends unless the controller renews it within `lease_s` seconds.
 
     Operations raise BrokerError if Redis cannot be used.
@@ -111,7 +111,7 @@ class Owner:
             time.sleep(0.0 if dead else 0.1)
 
     def renew(self, confirmed: Mapping[str, int]) -> bool:
-        """Extends the lease, and publishes `confirmed` to the run's processes (see `Controller.confirmed`).
+        """Extends the lease, and publishes `LiveController.confirmed` to the run's processes.
 
         Returns False if the claim is gone because Redis lost its data; the caller must then claim again.
         Raises Replaced if another controller has claimed the run.
@@ -127,7 +127,7 @@ class Owner:
         )
 
 
-def look(broker: Broker) -> Controller | None:
+def look(broker: Broker) -> LiveController | None:
     """Returns the controller that has a valid lease on the run, or None if there is none."""
     found = broker.link.script(_LOOK, [broker.key_of("owner")])
-    return Controller(found[0].decode(), unpack(found[1])) if found else None
+    return LiveController(found[0].decode(), unpack(found[1])) if found else None

@@ -44,7 +44,7 @@ class Posted(NamedTuple):
     mailbox: str
     """The host's mailbox, which differs for each process that had the host's name."""
     number: int
-    """The event's number (`messages.Event.number`)."""
+    """The event's number (`messages.EventReport.number`)."""
 
 
 class Payloads:
@@ -150,7 +150,7 @@ class Held(Payloads):
     """The controller's access to the payloads in Redis; records which payloads exist or can go."""
 
     def __init__(self, broker: Broker, token: str) -> None:
-        """`token`: the token of the run's owner (`Owner.token`)."""
+        """`token`: the token of the run's owner (`RunOwner.token`)."""
         super().__init__(broker)
         self._token = token
         self._names: set[SampleId] = set()

@@ -1,4 +1,4 @@
-"""The generate and trainer roles. A process of either role starts to work when the controller sends Begin.
+"""The generate, trainer and evaluate roles. A process starts to work when the controller sends Begin.
 
 The controller sends Begin again after its own restart, after Redis lost its data, and to a process that was
 lost and is back. A process then forgets all commands from before this Begin, but keeps its weights, its
@@ -28,7 +28,7 @@ from areal_jax.assembly.devices import (
 from areal_jax.assembly.parts import Parts, assemble_on, make_engine, open_inputs
 from areal_jax.cluster.meeting import own_address, secret
 from areal_jax.cluster.member import ControllerLink
-from areal_jax.cluster.messages import Begin, Command, Weights
+from areal_jax.cluster.messages import Begin, Envelope, WeightsAddress
 from areal_jax.cluster.remote import COUNTS
 from areal_jax.cluster.trainer_group import joined
 from areal_jax.config.tree import Config
@@ -49,6 +49,7 @@ from areal_jax.control.events import (
     Train,
 )
 from areal_jax.episodes.conversation import TurnRequest
+from areal_jax.evaluation.follower import Follower
 from areal_jax.generation.canary import canary
 from areal_jax.generation.commands import HostSample, Stop, command_of
 from areal_jax.generation.engine import Engine
@@ -64,7 +65,7 @@ from areal_jax.parallel.agreement import leads
 from areal_jax.runtime.recovery import Journaled, Repetition, require_one_run, start_state
 from areal_jax.runtime.talking import training_host
 from areal_jax.runtime.trainer_loop import TrainBatch, Trainer
-from areal_jax.serving.run_services import make_endpoint
+from areal_jax.serving.run_services import make_endpoint, make_gateway
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trajectories.codec import decode
 from areal_jax.trajectories.plan import BatchPlan
@@ -112,9 +113,9 @@ def generate(config: Config, folder: Path, name: str) -> None:
                         running.callback(work.end)
                         link.figures = work.figures
                     work.begin(weights)
-                case Weights(_, address) if work is not None:
+                case WeightsAddress(_, address) if work is not None:
                     work.find_weights(address)
-                case Command(_, action, payload) if work is not None and isinstance(action, HostCommand):
+                case Envelope(_, action, payload) if work is not None and isinstance(action, HostCommand):
                     work.command(action, payload)
 
 
@@ -347,9 +348,9 @@ def _train(config: Config, folder: Path, name: str, beat: Callable[[str], None])
                         work = _Training(parts, folder, version, timeline, link)
                         running.callback(work.end)
                     work.begin(version)
-                case Command(_, Train() as action, payload) if work is not None:
+                case Envelope(_, Train() as action, payload) if work is not None:
                     work.take(action, payload)
-                case Command(_, Hold() as action, _) if work is not None:
+                case Envelope(_, Hold() as action, _) if work is not None:
                     work.hold(action)
 
 
@@ -417,7 +418,7 @@ class _Training:
     def take(self, action: Train, payload: Mapping[str, Any]) -> None:
         """Queues a batch for the trainer's thread; while catching up with the journal, trains it at once.
 
-        `payload`: as in `messages.Command`. Ignores a batch that is trained or queued already, because a
+        `payload`: as in `messages.Envelope`. Ignores a batch that is trained or queued already, because a
         restarted controller sends the current batch again.
         """
         plan = BatchPlan.from_wire(payload["plan"])
@@ -483,3 +484,28 @@ class _Spent:
             self._totals[activity] = self._totals.get(activity, 0.0) + seconds
         self._timeline.flush()
         return {"totals": dict(self._totals)}
+
+
+# --- evaluate ----------------------------------------------------------------------------------------------
+
+
+def evaluate(config: Config, folder: Path, name: str) -> None:
+    """Runs evaluation process `name` until the controller sends End.
+
+    While the run trains, the process evaluates checkpoints (if observe.evaluate is set) and exports them in
+    Hugging Face format (if observe.exports is set). After End it evaluates and exports the last checkpoint.
+    Raises ArealError if evaluation fails, if End contains an error, or if the controller has shown no
+    heartbeat for runtime.deadline_s seconds.
+    """
+    use_compilation_cache()
+    inputs, deadline_s = open_inputs(config), config.runtime.deadline_s
+    mesh = host_mesh(config, name) if config.observe.evaluate else None
+    with ControllerLink(config, "evaluate", name) as link, ExitStack() as running:
+        work = Follower(inputs, folder, mesh, link.note, link.fail, make_gateway=make_gateway)
+        link.figures = lambda: {"steps": work.steps}
+        running.callback(work.stop, deadline_s)
+        for message in link.commands():
+            if isinstance(message, Begin):
+                work.start()
+                link.ready()
+        work.finish(deadline_s)

@@ -46,7 +46,7 @@ MOVED = -1
 
 
 @dataclass(frozen=True)
-class Command:
+class ChildProcess:
     name: str
     words: tuple[str, ...]
     env: Mapping[str, str]
@@ -55,7 +55,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Unit:
-    commands: tuple[Command, ...]
+    commands: tuple[ChildProcess, ...]
     ends_run: bool = False
     """Whether the run is complete once all processes of this unit have ended with status 0."""
     is_group: bool = False

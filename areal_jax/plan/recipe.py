@@ -26,11 +26,13 @@ from areal_jax.models.config import SHAPES
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import param_shardings, replicated, rows_over
 from areal_jax.plan.costs import Assumed
-from areal_jax.plan.tree_programs import TREE_PROGRAMS, full_length_work, tree_programs
 from areal_jax.tasks.source import load_tasks
 from areal_jax.trainer.compiled import bytes_on_one_device
 from areal_jax.trainer.learner import Learner
-from areal_jax.trajectories.train_cost import Work, default_costs
+from areal_jax.trajectories.leaf_order import depth_first
+from areal_jax.trajectories.prefix_tree import prefix_tree
+from areal_jax.trajectories.train_cost import Work, default_costs, work_of_calls
+from areal_jax.trajectories.walk import POP, PUSH, Call, calls_of
 from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Batch, PreparedBatch
 from areal_jax.weights.digest import leaf_sums
@@ -144,8 +146,7 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
         found += _packed_programs(config, learner, batches["packed"], state)
     if compute != "packed":
         assert isinstance(learner, TreeLearner)
-        for one in tree_programs(config, learner, batches["tree"], state):
-            found.append(RecipeProgram(role=TRAINER, **one))
+        found += _tree_programs(config, learner, batches["tree"], state)
     if compute == "auto" and isinstance(learner, TreeLearner):
         found = _of_one_way(config, learner, batches["packed"], found)
     sums, flag = learner.programs.abstract_sums(), np.bool_(True)
@@ -360,3 +361,81 @@ def _by_chunks(tokens: int, chunk: int) -> tuple[float, float]:
     """
     ends = [min(start + chunk, tokens) for start in range(0, tokens, chunk)]
     return tokens * (tokens + 1) / 2 / (len(ends) * chunk), sum(ends) / len(ends)
+
+
+# --- an update over prefix trees ---------------------------------------------------------------------------
+
+
+TREE_PROGRAMS = ("push", "pop", "push with scores", "tree score")
+"""Names of the programs that `_tree_programs` returns."""
+
+
+def full_length_calls(config: Config, learner: TreeLearner, *, with_gradients: bool) -> list[Call]:
+    """Returns the steps over the prefix tree of a minibatch of samples of full length."""
+    a, g = config.algorithm, config.generation
+    prompt = g.length - g.max_tokens
+    keys = []
+    for group in range(config.trainer.batch_size // a.minibatches):
+        for member in range(a.group_size):
+            key = np.full(g.length, group)
+            key[prompt:] = 1_000_000 + group * a.group_size + member
+            keys.append(key)
+    blocks, shape = learner.tree_blocks, learner.mesh.shape
+    tree = depth_first(prefix_tree(keys), blocks)
+    return calls_of(tree, shape["data"] * shape["fsdp"], blocks, with_gradients=with_gradients)
+
+
+def _tree_programs(
+    config: Config, learner: TreeLearner, batch: PreparedBatch, state: Any
+) -> list[RecipeProgram]:
+    """Returns the programs over prefix trees; their calls count each step as one of a full block.
+
+    `batch`, `state`: abstract, as `TreeUpdate.abstract_calls` needs them.
+    """
+    minibatches, most = config.algorithm.minibatches, learner.tree_blocks.most
+    training = full_length_calls(config, learner, with_gradients=True)
+    scoring = full_length_calls(config, learner, with_gradients=False)
+    times = {
+        "push": _blocks(training, PUSH, most),
+        "pop": _blocks(training, POP, most),
+        "push with scores": _blocks(scoring, PUSH, most),
+        "tree score": _blocks(scoring, PUSH, most),
+    }
+    trips = {
+        "head_chunks": math.ceil(most / learner.objective.forward.chunk),
+        "key_blocks": math.ceil((config.generation.length / BLOCK + 1) / 2),
+    }
+    assumed = Assumed(trips, keys=config.generation.length / 2)
+    walks = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
+    found = []
+    for name, (function, arguments) in learner.tree.abstract_calls(state, batch, minibatches).items():
+        # What is in memory only during prepare or update: path, gradients and scores.
+        beyond = arguments[1:3] if name == "pop" else arguments[2:4]
+        found.append(
+            RecipeProgram(
+                role=TRAINER,
+                name=name,
+                function=function,
+                arguments=arguments,
+                calls=minibatches * times[name],
+                tokens=most * walks,
+                beyond=beyond,
+                assumed=assumed,
+            )
+        )
+    return found
+
+
+def _blocks(calls: Sequence[Call], kind: int, most: int) -> float:
+    """Returns how many steps of `most` tokens compute as many as the steps of this kind."""
+    return sum(call.bucket for call in calls if call.kind == kind) / most
+
+
+def full_length_work(config: Config, learner: TreeLearner, passes: int) -> Work:
+    """Returns the work of a batch of samples of full length over its prefix trees, scored `passes` times."""
+    parts = [
+        (passes, full_length_calls(config, learner, with_gradients=False)),
+        (1, full_length_calls(config, learner, with_gradients=True)),
+    ]
+    total = np.sum([times * np.array(work_of_calls(calls)) for times, calls in parts], axis=0)
+    return Work(*(config.algorithm.minibatches * total).tolist())

@@ -28,9 +28,12 @@ from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError, Group, PolicyVersion
 from areal_jax.weights.store import wire_copy
 
+Note = Callable[[str], None]
+"""Takes a line for people, about what a resume or a replay cannot promise."""
+
 
 def start_state(
-    parts: Parts, folder: Path, last: PolicyVersion, note: Callable[[str], None]
+    parts: Parts, folder: Path, last: PolicyVersion, note: Note
 ) -> tuple[TrainState, PolicyVersion | None]:
     """Restore the newest complete checkpoint up to `last`, the version with which the journal ends.
 
@@ -166,7 +169,7 @@ class Repetition:
     On the machine that trained them it compares the results with the journal, as a replay does.
     """
 
-    def __init__(self, parts: Parts, trainer: Trainer, note: Callable[[str], None]) -> None:
+    def __init__(self, parts: Parts, trainer: Trainer, note: Note) -> None:
         self._parts, self._trainer, self._note = parts, trainer, note
         self._has_diverged = False
         """Whether a batch came out with other bits than the run had, on which all later ones build."""
@@ -232,7 +235,7 @@ def _changed(one: Journaled, difference: Difference) -> str:
 
 
 def train_again(
-    parts: Parts, trainer: Trainer, journal: SqliteQueue, last: PolicyVersion, note: Callable[[str], None]
+    parts: Parts, trainer: Trainer, journal: SqliteQueue, last: PolicyVersion, note: Note
 ) -> list[VersionReissued]:
     """Train the journaled batches after the trainer's version again, up to version `last`.
 

@@ -1,15 +1,19 @@
-"""Streaming answers: what new tokens add to a response of thoughts and answers."""
+"""What a client gets of a request's completions, as their tokens arrive; the same over gRPC and HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
+from areal_jax.generation.commands import Tokens
+from areal_jax.serving.http import Metrics
+from areal_jax.serving.streams import Stream
 from areal_jax.tasks.blocks import ANSWER, THINK, BlockParser, Closed, Opened, render
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.text import TextStream
 from areal_jax.tasks.tokenizers import Tokenizer
-from areal_jax.types import ArealError, Prompt
+from areal_jax.types import ArealError, Prompt, Trajectory
 
 
 class Added(NamedTuple):
@@ -70,3 +74,42 @@ def require_tags(tokenizer: Tokenizer, name: str) -> None:
             f"--answers-only: the tokenizer of {name} has no tokens with the text {tags}, so that no answer "
             "could be sent; serve the model without --answers-only"
         )
+
+
+class Output(NamedTuple):
+    """New tokens of a completion, or the trajectory of an ended one, and the text that the client gets."""
+
+    member: int
+    output: Tokens | Trajectory
+    text: str
+
+
+async def outputs(
+    stream: Stream,
+    responses: Sequence[AnswerStream],
+    metrics: Metrics,
+    *,
+    started_s: float,
+    is_answers_only: bool,
+) -> AsyncIterator[Output]:
+    """Yields what the client gets of the completions in `stream`: all of it, or the answers alone.
+
+    `responses` decode the completions, one each. Records the seconds from `started_s` to the request's first
+    tokens, and to the first content of an answer in any of its completions.
+    """
+    is_first, has_answer = True, False
+    async for member, output in stream.items():
+        if is_first:
+            metrics.first_token.observe(time.monotonic() - started_s)
+            is_first = False
+        response = responses[member]
+        added = response.push(output.tokens) if isinstance(output, Tokens) else response.finish()
+        if response.has_answer and not has_answer:
+            metrics.first_answer.observe(time.monotonic() - started_s)
+            has_answer = True
+        if not is_answers_only:
+            yield Output(member, output, added.text)
+        elif isinstance(output, Trajectory):
+            yield Output(member, output, added.answers)
+        elif added.answers:
+            yield Output(member, Tokens((), (), output.version), added.answers)

@@ -38,7 +38,7 @@ def validated(kind: type[B], data: Any) -> B:
 
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
-Stop = Annotated[
+StopTexts = Annotated[
     list[Annotated[str, StringConstraints(min_length=1)]],
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
@@ -19,11 +20,10 @@ from areal_jax.config.tree import Config
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.host import Host
 from areal_jax.secret import VARIABLE, Secret, is_loopback
-from areal_jax.serving.connections import CONNECTIONS, IDLE_S, allow_connections, http_server
+from areal_jax.serving.connections import CONNECTIONS, IDLE_S, allow_connections, http_server, listening
 from areal_jax.serving.host_api import HostApi, Publish
 from areal_jax.serving.http import Metrics, http_app
-from areal_jax.serving.jetstream_service import Orchestrator, RequireSecret, handler
-from areal_jax.serving.listening import listening
+from areal_jax.serving.jetstream_service import OrchestratorMethods, RequireSecret, handler
 from areal_jax.serving.openai_api import OpenAIApi
 from areal_jax.serving.requests import Served
 from areal_jax.serving.streams import Streams
@@ -34,17 +34,24 @@ GRACE_S = 2.0
 
 PORT_REMEDY = "give another port, or 0 for a free one"
 
-DEADLINE_S = 600.0
-"""The longest that a request over HTTP may take, in seconds, unless `areal-jax serve` is given another."""
-
 START_S = 60.0
 STOP_S = 30.0
 
-QUEUE = 64
-"""Maximum number of samples of clients' requests that wait for a slot on a host of a training run."""
 
-UNREAD = 4096
-"""Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """How much a server does for its clients."""
+
+    queue: int = 64
+    """Maximum number of samples that wait for a slot."""
+    unread: int = 4096
+    """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
+    deadline_s: float = 600.0
+    """The longest that a request over HTTP may take, in seconds."""
+    idle_s: float = IDLE_S
+    """Seconds that a connection may stay without a request, or with one of which no more arrives."""
+    connections: int = CONNECTIONS
+    """Maximum number of open HTTP connections, and of gRPC calls under way."""
 
 
 class Address(NamedTuple):
@@ -60,34 +67,22 @@ class Address(NamedTuple):
     """Names of the settings of both ports, for messages."""
 
 
-class Endpoint:
+class HostServers:
     """The gRPC and HTTP servers of one generation host.
 
     First make the endpoint, then the host, with the endpoint's `streams.hear` and `streams.emit` (beside a
     training run: `streams.beside`) as callbacks; then call `attach(host)` and `start`. `served`: limits and
-    defaults for requests; `slots`: how many samples of requests the host decodes at once; `queue`: maximum
-    number of samples that wait for a slot; `unread`: maximum number of a request's tokens that the client has
-    not read yet. `publish`: called by /swap to load weights; None: /swap, /pause and /resume are refused,
-    because a training run controls the host. `deadline_s`: the longest that a request over HTTP may take.
-    `idle_s`, `connections`: as the options --idle and --connections of `areal-jax serve`.
+    defaults for requests; `slots`: how many samples of requests the host decodes at once. `publish`: called
+    by /swap to load weights; None: /swap, /pause and /resume are refused, because a training run controls
+    the host.
     """
 
     def __init__(
-        self,
-        served: Served,
-        slots: int,
-        queue: int,
-        *,
-        unread: int = UNREAD,
-        deadline_s: float = DEADLINE_S,
-        idle_s: float = IDLE_S,
-        connections: int = CONNECTIONS,
-        publish: Publish | None = None,
+        self, served: Served, slots: int, limits: ServerLimits, publish: Publish | None = None
     ) -> None:
-        self.served, self._publish, self._deadline_s = served, publish, deadline_s
-        self._idle_s, self._connections = idle_s, connections
+        self.served, self._publish, self._limits = served, publish, limits
         self._loop = asyncio.new_event_loop()
-        self.streams = Streams(self._loop, slots=slots, queue=queue, room_tokens=unread)
+        self.streams = Streams(self._loop, slots=slots, queue=limits.queue, room_tokens=limits.unread)
         self._thread = threading.Thread(target=self._loop.run_forever, name="answer", daemon=True)
         self.port = self.http_port = 0
         self._http: tuple[uvicorn.Server, asyncio.Task[None]] | None = None
@@ -98,7 +93,7 @@ class Endpoint:
 
     def start(self, address: Address) -> None:
         """Starts the servers. Raises ArealError if a port cannot be opened."""
-        allow_connections(self._connections)
+        allow_connections(self._limits.connections)
         self._thread.start()
         try:
             self.in_loop(self._open(address), START_S)
@@ -131,16 +126,17 @@ class Endpoint:
 
     def _bind(self, address: Address) -> None:
         host, port, _, secret, (option, _) = address
-        orchestrator = Orchestrator(self.streams, self.served, self.metrics)
+        orchestrator = OrchestratorMethods(self.streams, self.served, self.metrics)
+        idle_ms = int(self._limits.idle_s * 1000)
         self._grpc = grpc.aio.server(
             interceptors=[RequireSecret(secret)] if secret else [],
             options=[
                 ("grpc.so_reuseport", 0),  # else a second server could share the port and its requests
-                ("grpc.server_handshake_timeout_ms", int(self._idle_s * 1000)),
-                ("grpc.max_connection_idle_ms", int(self._idle_s * 1000)),
-                ("grpc.keepalive_time_ms", int(self._idle_s * 1000)),
+                ("grpc.server_handshake_timeout_ms", idle_ms),
+                ("grpc.max_connection_idle_ms", idle_ms),
+                ("grpc.keepalive_time_ms", idle_ms),
             ],
-            maximum_concurrent_rpcs=self._connections,
+            maximum_concurrent_rpcs=self._limits.connections,
         )
         self._grpc.add_generic_rpc_handlers([handler(orchestrator, self.metrics)])
         try:
@@ -149,12 +145,14 @@ class Endpoint:
             raise _in_use(option, port, host, error) from None
 
     async def _serve_http(self, opened: socket.socket, secret: Secret | None) -> None:
-        openai = OpenAIApi(self.streams, self.served, self.metrics, self._deadline_s)
+        openai = OpenAIApi(self.streams, self.served, self.metrics, self._limits.deadline_s)
         control = HostApi(self.streams, self.served.name, self.metrics, self._publish)
         routes = [*openai.routes(), *control.routes()]
         app = http_app(self.served.name, self.streams, self.metrics, secret, routes)
-        own = {"idle_s": self._idle_s, "connections": self._connections}
-        server = http_server(app, **own, timeout_graceful_shutdown=int(GRACE_S))
+        idle_s, connections = self._limits.idle_s, self._limits.connections
+        server = http_server(
+            app, idle_s=idle_s, connections=connections, timeout_graceful_shutdown=int(GRACE_S)
+        )
         task = asyncio.create_task(server.serve(sockets=[opened]))
         self._http, self.http_port = (server, task), opened.getsockname()[1]
         while not server.started and not task.done():
@@ -193,7 +191,7 @@ def _in_use(option: str, port: int, host: str, why: object) -> ArealError:
 # --- beside a training --------------------------------------------------------------------------------------
 
 
-class TrainingEndpoint(Endpoint):
+class TrainingEndpoint(HostServers):
     """The gRPC and HTTP servers of host number `index` of a training run.
 
     Clients' requests use only the generation.serve_slots slots that the host reserves for them.
@@ -215,16 +213,17 @@ class TrainingEndpoint(Endpoint):
             None if is_open else secret,
             ("generation.serve_port", "generation.serve_http_port"),
         )
+        limits = ServerLimits()
         served = Served(
             config.run.name,
             engine.tokenizer,
             length=engine.length,
-            max_samples=engine.reserved_slots + QUEUE,
+            max_samples=engine.reserved_slots + limits.queue,
             sampling=g.sampling,
             decode_sampling=Sampling(temperature=0.0, max_tokens=g.max_tokens),
             has_penalties=False,
         )
-        super().__init__(served, engine.reserved_slots, QUEUE)
+        super().__init__(served, engine.reserved_slots, limits)
 
     def around(self, run: Callable[[], None]) -> Callable[[], None]:
         """Returns a function that starts the servers, calls `run` (the host's loop) and stops them."""

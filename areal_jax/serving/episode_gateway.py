@@ -8,7 +8,6 @@ says, so what a request says of temperature, top_k and the like is not used.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -32,15 +31,13 @@ from areal_jax.episodes.chats import (
     OverError,
     TokenRequest,
 )
-from areal_jax.episodes.episode import Episode
-from areal_jax.serving.bodies import Stop, Tool, validated
-from areal_jax.serving.connections import http_server
-from areal_jax.serving.generate_bodies import GenerateBody, generated, token_request
-from areal_jax.serving.http import ERRORS, body_of, error_response
-from areal_jax.serving.listening import listening
-from areal_jax.serving.openai_bodies import StreamOptions
+from areal_jax.episodes.episode import Episode, Turn
+from areal_jax.serving.bodies import StopTexts, Tool, validated
+from areal_jax.serving.connections import http_server, listening
+from areal_jax.serving.http import ERRORS, body_of
+from areal_jax.serving.openai_bodies import StreamOptions, sent, tools_of, usage
 from areal_jax.serving.requests import RequestError, context_exceeded, invalid, json_of
-from areal_jax.serving.token_logprobs import LogProbs
+from areal_jax.serving.text_parts import LogProbs
 from areal_jax.tasks.errors import TaskError
 from areal_jax.tasks.tool_calls import finish_reason
 
@@ -51,7 +48,7 @@ RETRY = "x-stainless-retry-count"
 """The header with which OpenAI's client says how often it has sent a request before."""
 
 
-class Asked(BaseModel):
+class AgentBody(BaseModel):
     """What of a chat request the gateway uses; agents may send more."""
 
     model_config = ConfigDict(extra="ignore")
@@ -61,7 +58,7 @@ class Asked(BaseModel):
     n: int | None = Field(None, ge=1, le=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: Stop = []
+    stop: StopTexts = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -110,39 +107,26 @@ class EpisodeGateway:
         return chats
 
     async def _models(self, request: Request) -> Response:
-        try:
-            longest = self._of(request).most_tokens
-        except RequestError as error:
-            return error_response(error)
+        longest = self._of(request).most_tokens
         own = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-jax"}
         return JSONResponse({"object": "list", "data": [own | {"max_model_len": longest}]})
 
     async def _chat(self, request: Request) -> Response:
-        try:
-            chats = self._of(request)
-            body = await body_of(request)
-            asked = await apart(partial(_asked, body), len(body))
-            found = await _answered(chats, asked, _is_retry(request))
-        except RequestError as error:
-            return error_response(error)
-        except ClientDisconnect:
-            return Response(status_code=499)
+        chats = self._of(request)
+        body = await body_of(request)
+        asked = await apart(partial(_asked, body), len(body))
+        found = await _answered(chats, asked, _is_retry(request))
         answer = _Answer(asked, found, chats)
         if asked.stream:
             return StreamingResponse(answer.streamed(), media_type="text/event-stream")
         return JSONResponse(answer.whole())
 
     async def _generate(self, request: Request) -> Response:
-        try:
-            chats = self._of(request)
-            body = await body_of(request)
-            asked = await apart(partial(_tokens_asked, body, chats.tokenizer.vocab_size), len(body))
-            with _refusals():
-                turn = await chats.extend(asked, _is_retry(request))
-        except RequestError as error:
-            return error_response(error)
-        except ClientDisconnect:
-            return Response(status_code=499)
+        chats = self._of(request)
+        body = await body_of(request)
+        asked = await apart(partial(_tokens_asked, body, chats.tokenizer.vocab_size), len(body))
+        with _refusals():
+            turn = await chats.extend(asked, _is_retry(request))
         return JSONResponse(generated(turn, len(asked.tokens)))
 
 
@@ -169,20 +153,16 @@ def _refusals() -> Iterator[None]:
         ) from None
 
 
-def _asked(body: bytes) -> Asked:
-    asked = validated(Asked, json_of(body, is_mended=True))
-    if asked.tool_choice not in (None, "auto", "none"):
-        said = f"tool_choice={asked.tool_choice!r:.80}: a policy cannot be made to call a tool"
-        raise invalid(f"{said}; give auto or none", "tool_choice")
-    return asked
+def _asked(body: bytes) -> AgentBody:
+    return validated(AgentBody, json_of(body, is_mended=True))
 
 
 def _tokens_asked(body: bytes, vocab_size: int) -> TokenRequest:
     return token_request(validated(GenerateBody, json_of(body, is_mended=True)), vocab_size)
 
 
-async def _answered(chats: Chats, asked: Asked, is_retry: bool) -> ChatTurn:
-    tools = asked.tools or [] if asked.tool_choice != "none" else []
+async def _answered(chats: Chats, asked: AgentBody, is_retry: bool) -> ChatTurn:
+    tools = tools_of(asked.tools, asked.tool_choice)
     limits = [n for n in (asked.max_tokens, asked.max_completion_tokens) if n is not None]
     own = tuple(asked.messages), tuple(tools), asked.chat_template_kwargs
     try:
@@ -197,17 +177,11 @@ async def _answered(chats: Chats, asked: Asked, is_retry: bool) -> ChatTurn:
 class _Answer:
     """One answer in OpenAI's form."""
 
-    def __init__(self, asked: Asked, found: ChatTurn, chats: Chats) -> None:
+    def __init__(self, asked: AgentBody, found: ChatTurn, chats: Chats) -> None:
         self._asked, self._found, self._chats = asked, found, chats
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": MODEL}
         self._reason = finish_reason(found.turn.stop_reason, found.has_calls)
-        sampled = len(found.turn.tokens)
-        prompt = len(found.prompt)
-        self._usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
-        }
+        self._usage = usage(len(found.prompt), len(found.turn.tokens))
 
     def whole(self) -> dict[str, Any]:
         choice = {"index": 0, "message": self._found.message, **self._exact(), "finish_reason": self._reason}
@@ -222,10 +196,10 @@ class _Answer:
         first = {"index": 0, "delta": message, **self._exact(), "finish_reason": None}
         last = {"index": 0, "delta": {}, "finish_reason": self._reason}
         head = self._head | {"object": "chat.completion.chunk"}
-        yield _sent(head | self._prompt() | {"choices": [first]})
-        yield _sent(head | {"choices": [last]})
+        yield sent(head | self._prompt() | {"choices": [first]})
+        yield sent(head | {"choices": [last]})
         if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
-            yield _sent(head | {"choices": [], "usage": self._usage})
+            yield sent(head | {"choices": [], "usage": self._usage})
         yield "data: [DONE]\n\n"
 
     def _exact(self) -> dict[str, Any]:
@@ -241,5 +215,58 @@ class _Answer:
         return {"prompt_token_ids": self._found.prompt} if self._asked.return_token_ids else {}
 
 
-def _sent(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+# --- token ids, as vLLM takes them -------------------------------------------------------------------------
+
+
+class GenerateSampling(BaseModel):
+    """What of `sampling_params` is used; stop_token_ids is not: a turn ends with the run's end token."""
+
+    model_config = ConfigDict(extra="ignore")
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: StopTexts | None = None
+    n: int | None = Field(default=None, ge=1, le=1)
+
+
+class GenerateBody(BaseModel):
+    """What of a request is used; clients may send more."""
+
+    model_config = ConfigDict(extra="ignore")
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: GenerateSampling = GenerateSampling()
+    stream: bool | None = None
+    features: Any = None
+    content_parts: Any = None
+
+
+def token_request(body: GenerateBody, vocab_size: int) -> TokenRequest:
+    """Returns the request; raises RequestError for an unknown id, for images, and for a stream."""
+    for token in body.token_ids:
+        if not 0 <= token < vocab_size:
+            raise invalid(
+                f"token_ids contains {token}, but the policy's ids are 0 to {vocab_size - 1}; render prompts "
+                "with the policy's tokenizer"
+            )
+    if body.features is not None or body.content_parts is not None:
+        raise invalid("the policy reads text alone; send no images, videos or sounds")
+    if body.stream:
+        raise invalid("stream=true: a turn is sent once it is complete; leave stream out")
+    sampling = body.sampling_params
+    return TokenRequest(tuple(body.token_ids), sampling.max_tokens, tuple(sampling.stop or ()))
+
+
+def generated(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
+    """Returns the answer: ids, log-probs, and as an extension the policy version of each token."""
+    ids = turn.tokens.tolist()
+    logprobs = [
+        {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+        for token, value in zip(ids, turn.logp.tolist(), strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": ids,
+        "logprobs": {"content": logprobs},
+        "finish_reason": turn.stop_reason,
+        "versions": turn.versions.tolist(),
+    }
+    head = {"request_id": f"gen-{secrets.token_hex(12)}"}
+    return head | {"choices": [choice], "usage": usage(prompt_tokens, len(ids))}

@@ -27,18 +27,18 @@ DEADLINE_S = 120.0
 Publish = Callable[[str, int], VersionedParams]
 """`publish(path, version)` publishes the weights at `path` to the host under a version above `version`."""
 
-Run = Callable[[Any], Awaitable[Mapping[str, Any]]]
+Act = Callable[[Any], Awaitable[Mapping[str, Any]]]
 
 
-class Body(BaseModel):
+class ControlBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class CancelBody(Body):
+class CancelBody(ControlBody):
     request_id: str = Field(min_length=1)
 
 
-class SwapBody(Body):
+class SwapBody(ControlBody):
     path: str
     """A folder of versions, of which the newest is taken, or a Hugging Face model."""
 
@@ -53,12 +53,12 @@ class HostApi:
     def routes(self) -> list[Route]:
         return [
             self._route("cancel", CancelBody, self._cancel),
-            self._route("pause", Body, self._pause),
-            self._route("resume", Body, self._resume),
+            self._route("pause", ControlBody, self._pause),
+            self._route("resume", ControlBody, self._resume),
             self._route("swap", SwapBody, self._swap),
         ]
 
-    def _route(self, method: str, kind: type[Body], run: Run) -> Route:
+    def _route(self, method: str, kind: type[ControlBody], act: Act) -> Route:
         async def answer(request: Request) -> Response:
             # Any web page can have a browser on this machine post to loopback, without reading the answer.
             if (origin := request.headers.get("origin")) is not None:
@@ -68,17 +68,17 @@ class HostApi:
                     "control the host; send it from a program, without that header",
                 )
             body = await body_of(request)
-            return JSONResponse(await run(validated(kind, json_of(body) if body else {})))
+            return JSONResponse(await act(validated(kind, json_of(body) if body else {})))
 
         return Route(f"/{method}", answering(method, self._metrics, answer), methods=["POST"])
 
     async def _cancel(self, body: CancelBody) -> Mapping[str, Any]:
         return {"was_found": self._streams.cancel(body.request_id)}
 
-    async def _pause(self, _: Body) -> Mapping[str, Any]:
+    async def _pause(self, _: ControlBody) -> Mapping[str, Any]:
         return await self._until_paused(Pause(), True)
 
-    async def _resume(self, _: Body) -> Mapping[str, Any]:
+    async def _resume(self, _: ControlBody) -> Mapping[str, Any]:
         return await self._until_paused(Unpause(), False)
 
     async def _until_paused(self, command: InboxCommand, is_paused: bool) -> Mapping[str, Any]:

@@ -1,11 +1,13 @@
 """The HTTP application of a server: /metrics for Prometheus; /health (JSON) for health checks and users.
 
-All errors have OpenAI's form, also those of unknown paths; `answering` gives it to the handlers of routes.
+All errors have OpenAI's form, also those of unknown paths (`ERRORS`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -99,7 +101,21 @@ async def _failed(request: Request, error: Exception) -> Response:
     return JSONResponse(_body(message, "server_error", "internal"), 500)
 
 
-ERRORS: Mapping[Any, Any] = {HTTPException: _refused, Exception: _failed}
+async def _disconnected(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _erroneous(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+ERRORS: Mapping[Any, Any] = {
+    HTTPException: _refused,
+    RequestError: _erroneous,
+    ClientDisconnect: _disconnected,
+    Exception: _failed,
+}
 """Starlette's handlers of errors that no handler of a path has caught."""
 
 
@@ -141,26 +157,29 @@ class Metrics:
         return []
 
 
-def answering(method: str, metrics: Metrics, answer: Handler) -> Handler:
-    """Returns a handler that answers a RequestError of `answer` with its response, and counts each request.
+@contextmanager
+def counted(method: str, metrics: Metrics) -> Iterator[None]:
+    """Context manager that counts a request by its status; `method`: the request's name in the counts."""
+    status = "UNKNOWN"
+    try:
+        yield
+        status = "OK"
+    except RequestError as error:
+        status = error.code
+        raise
+    except (ClientDisconnect, asyncio.CancelledError):  # the client has gone, or its deadline passed
+        status = "CANCELLED"
+        raise
+    finally:
+        metrics.requests.labels(method, status).inc()
 
-    `method`: the request's name in the counts.
-    """
+
+def answering(method: str, metrics: Metrics, answer: Handler) -> Handler:
+    """Returns a handler that answers as `answer` does, and counts each request as `method`."""
 
     async def handle(request: Request) -> Response:
-        status = "UNKNOWN"
-        try:
-            response = await answer(request)
-            status = "OK"
-            return response
-        except RequestError as error:
-            status = error.code
-            return error_response(error)
-        except ClientDisconnect:
-            status = "CANCELLED"
-            return Response(status_code=499)
-        finally:
-            metrics.requests.labels(method, status).inc()
+        with counted(method, metrics):
+            return await answer(request)
 
     return handle
 

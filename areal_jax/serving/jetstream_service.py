@@ -19,9 +19,8 @@ from google.protobuf.message_factory import GetMessageClass
 from areal_jax.generation import jetstream
 from areal_jax.generation.commands import Start, Tokens
 from areal_jax.secret import Secret
-from areal_jax.serving.answers import AnswerStream
-from areal_jax.serving.http import Metrics
-from areal_jax.serving.outputs import outputs
+from areal_jax.serving.answers import AnswerStream, outputs
+from areal_jax.serving.http import Metrics, counted
 from areal_jax.serving.requests import (
     Ask,
     RequestError,
@@ -42,7 +41,7 @@ M = TypeVar("M", bound=Message)
 Method = Callable[[Any, Any], Awaitable[Any]]
 
 
-class Orchestrator:
+class OrchestratorMethods:
     """The service's methods; `request` is a parsed protobuf message, `context` is gRPC's."""
 
     def __init__(self, streams: Streams, served: Served, metrics: Metrics) -> None:
@@ -119,7 +118,7 @@ def decode_ask(request: Any, served: Served) -> Ask:
 # --- the gRPC side ------------------------------------------------------------------------------------------
 
 
-def handler(orchestrator: Orchestrator, metrics: Metrics) -> grpc.GenericRpcHandler:
+def handler(orchestrator: OrchestratorMethods, metrics: Metrics) -> grpc.GenericRpcHandler:
     """Returns the service's handler, for `server.add_generic_rpc_handlers`."""
     descriptor = protocol.DESCRIPTOR.services_by_name["Orchestrator"]
     methods: dict[str, grpc.RpcMethodHandler] = {}
@@ -144,19 +143,11 @@ def _answering(run: Method, method: Any, metrics: Metrics) -> Method:
     kind = GetMessageClass(method.input_type)
 
     async def answer(data: bytes, context: Any) -> Any:
-        status = "UNKNOWN"
         try:
-            result = await run(parsed(kind, data), context)
-            status = "OK"
-            return result
+            with counted(method.name, metrics):
+                return await run(parsed(kind, data), context)
         except RequestError as error:
-            status = error.code
             await context.abort(grpc.StatusCode[error.code], str(error))
-        except asyncio.CancelledError:  # the client disconnected, or its deadline passed
-            status = "CANCELLED"
-            raise
-        finally:
-            metrics.requests.labels(method.name, status).inc()
 
     return answer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -15,14 +14,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_jax.generation.commands import Tokens
-from areal_jax.serving.answers import AnswerStream
-from areal_jax.serving.http import Handler, Metrics, answering, body_of, error_body, error_response
-from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked
-from areal_jax.serving.outputs import Output, outputs
+from areal_jax.serving.answers import AnswerStream, Output, outputs
+from areal_jax.serving.http import Handler, Metrics, answering, body_of, error_body
+from areal_jax.serving.openai_bodies import Asked, chat_asked, completion_asked, sent, usage
 from areal_jax.serving.requests import RequestError, Served, json_of
 from areal_jax.serving.streams import Streams
-from areal_jax.serving.text_parts import BeforeStop, MessageParts, Part
-from areal_jax.serving.token_logprobs import LogProbs
+from areal_jax.serving.text_parts import BeforeStop, LogProbs, MessageParts, Part
 from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.tasks.tool_calls import AnswerParts, finish_reason, message_of
 from areal_jax.types import Trajectory
@@ -30,14 +27,12 @@ from areal_jax.types import Trajectory
 POLL_S = 0.05
 """Seconds between two looks at whether a client has gone."""
 
-Check = Callable[[Any, Served], Asked]
-
 
 class OpenAIApi:
     """The handlers; `deadline_s`: the longest that a request may take, in seconds."""
 
     def __init__(self, streams: Streams, served: Served, metrics: Metrics, deadline_s: float) -> None:
-        self._streams, self._served, self._metrics = streams, served, metrics
+        self._streams, self.served, self._metrics = streams, served, metrics
         self._deadline_s, self._started_s = deadline_s, int(time.time())
 
     def routes(self) -> list[Route]:
@@ -53,26 +48,27 @@ class OpenAIApi:
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._served.name:
-            served = self._served.name
+        if name != self.served.name:
+            served = self.served.name
             said = f"model={name!r:.80} is not served; give {served!r}"
-            return error_response(RequestError("NOT_FOUND", said, "model_not_found", "model"))
+            raise RequestError("NOT_FOUND", said, "model_not_found", "model")
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
         return {
-            "id": self._served.name,
+            "id": self.served.name,
             "object": "model",
             "created": self._started_s,
             "owned_by": "areal-jax",
         }
 
-    def _handler(self, name: str, check: Check) -> Handler:
+    def _handler(self, name: str, check: Callable[[Any, Served], Asked]) -> Handler:
         async def answer(request: Request) -> Response:
             started_s = time.monotonic()
-            asked = await asyncio.to_thread(_checked, check, await body_of(request), self._served)
-            call = Call(self, name, asked, started_s)
-            return await _unless_gone(request, call.streamed() if asked.is_stream else call.whole())
+            body = await body_of(request)
+            asked = await asyncio.to_thread(lambda: check(json_of(body), self.served))
+            one = Answering(self, name, asked, started_s)
+            return await _unless_gone(request, one.streamed() if asked.is_stream else one.whole())
 
         return answering(f"openai {name}", self._metrics, answer)
 
@@ -81,8 +77,8 @@ class OpenAIApi:
 
         Raises RequestError if the host refuses it, or it takes longer than the deadline.
         """
-        responses = [AnswerStream(self._served.tokenizer) for _ in range(asked.ask.n)]
-        only, end_s = self._served.is_answers_only, started_s + self._deadline_s
+        responses = [AnswerStream(self.served.tokenizer) for _ in range(asked.ask.n)]
+        only, end_s = self.served.is_answers_only, started_s + self._deadline_s
         with self._streams.submitted(asked.ask) as stream:
             found = outputs(stream, responses, self._metrics, started_s=started_s, is_answers_only=only)
             while True:
@@ -96,14 +92,6 @@ class OpenAIApi:
                         f"the request took longer than {self._deadline_s:g} s; ask for fewer tokens, retry "
                         "when fewer requests wait, or serve with a longer --deadline",
                     ) from None
-
-    @property
-    def served(self) -> Served:
-        return self._served
-
-
-def _checked(check: Check, body: bytes, served: Served) -> Asked:
-    return check(json_of(body), served)
 
 
 async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
@@ -126,7 +114,7 @@ async def _disconnected(request: Request) -> None:
         await asyncio.sleep(POLL_S)
 
 
-class Choice:
+class Arriving:
     """One completion of a request, as far as it has arrived."""
 
     def __init__(self, index: int, asked: Asked, is_chat: bool, tokenizer: Tokenizer) -> None:
@@ -194,7 +182,7 @@ class Choice:
         return message | {"refusal": None}
 
 
-class Call:
+class Answering:
     """One request and its answer, in OpenAI's form."""
 
     def __init__(self, api: OpenAIApi, name: str, asked: Asked, started_s: float) -> None:
@@ -209,7 +197,7 @@ class Call:
             "model": api.served.name,
         }
         own = asked, self._is_chat, api.served.tokenizer
-        self._choices = [Choice(index, *own) for index in range(asked.ask.n)]
+        self._choices = [Arriving(index, *own) for index in range(asked.ask.n)]
 
     async def whole(self) -> Response:
         """Returns the answer once it is complete."""
@@ -235,10 +223,10 @@ class Call:
                 async for output in found:
                     yield self._taken(output)
             except RequestError as error:  # the status is sent already
-                yield _sent(error_body(error))
+                yield sent(error_body(error))
                 return
         if self._asked.has_usage:
-            yield _sent(self._chunk() | {"choices": [], "usage": self._usage()})
+            yield sent(self._chunk() | {"choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
     def _taken(self, output: Output) -> str:
@@ -254,17 +242,17 @@ class Call:
             delta["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
         return self._event(choice, delta, {} if self._is_chat else self._prompt())
 
-    def _event(self, choice: Choice, delta: dict[str, Any], more: dict[str, Any]) -> str:
+    def _event(self, choice: Arriving, delta: dict[str, Any], more: dict[str, Any]) -> str:
         said = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         one = {"index": choice.index, **said, **choice.exact()}
         one["finish_reason"] = choice.finish_reason if choice.stop_reason is not None else None
-        usage = {"usage": None} if self._asked.has_usage else {}
-        return _sent(self._chunk() | more | {"choices": [one]} | usage)
+        ending = {"usage": None} if self._asked.has_usage else {}
+        return sent(self._chunk() | more | {"choices": [one]} | ending)
 
     def _chunk(self) -> dict[str, Any]:
         return self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Arriving) -> dict[str, Any]:
         said = {"message": choice.message()} if self._is_chat else {"text": choice.text}
         return {"index": choice.index, **said, **choice.exact(), "finish_reason": choice.finish_reason}
 
@@ -272,9 +260,4 @@ class Call:
         return {"prompt_token_ids": list(self._asked.ask.start.prompt)} if self._asked.has_ids else {}
 
     def _usage(self) -> dict[str, Any]:
-        prompt, sampled = len(self._asked.ask.start.prompt), sum(choice.count for choice in self._choices)
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _sent(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+        return usage(len(self._asked.ask.start.prompt), sum(choice.count for choice in self._choices))

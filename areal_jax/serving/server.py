@@ -31,8 +31,7 @@ from areal_jax.models.model import Model
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.secret import Secret, require_secret
 from areal_jax.serving.answers import require_tags
-from areal_jax.serving.connections import CONNECTIONS, IDLE_S
-from areal_jax.serving.endpoint import DEADLINE_S, STOP_S, UNREAD, Address, Endpoint, require_free
+from areal_jax.serving.endpoint import STOP_S, Address, HostServers, ServerLimits, require_free
 from areal_jax.serving.requests import RequestError, Served, invalid
 from areal_jax.types import ArealError, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
@@ -44,22 +43,13 @@ from areal_jax.weights.store import load_newer
 WATCH_S = 0.2
 
 
-@dataclass(frozen=True)
-class ServeSettings:
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(ServerLimits):
     host: str = "127.0.0.1"
     port: int = 9000
     """Port of JetStream's gRPC service; 0 selects a free port."""
     http_port: int = 9001
     queue: int = 1024
-    """Maximum number of samples that wait for a slot."""
-    unread: int = UNREAD
-    """Maximum number of a request's tokens that the client has not read yet; with more, the request fails."""
-    deadline_s: float = DEADLINE_S
-    """The longest that a request over HTTP may take, in seconds."""
-    idle_s: float = IDLE_S
-    """Seconds that a connection may stay without a request, or with one of which no more arrives."""
-    connections: int = CONNECTIONS
-    """Maximum number of open HTTP connections, and of gRPC calls under way."""
     is_sampled: bool = False
     """True: JetStream's Decode requests are sampled by the config's generation.*; False: decoded greedily."""
     is_answers_only: bool = False
@@ -107,16 +97,7 @@ class Server:
             else Sampling(temperature=0.0, max_tokens=sampling.max_tokens),
             is_answers_only=settings.is_answers_only,
         )
-        self._endpoint = Endpoint(
-            served,
-            engine.slots,
-            settings.queue,
-            unread=settings.unread,
-            deadline_s=settings.deadline_s,
-            idle_s=settings.idle_s,
-            connections=settings.connections,
-            publish=self._publish,
-        )
+        self._endpoint = HostServers(served, engine.slots, settings, self._publish)
         self.served, self.streams = served, self._endpoint.streams
         self.host = Host(
             "the server",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_jax.config.loading import load_config
-from areal_jax.plan.absent import absent_devices
 from areal_jax.plan.bounds import products
 from areal_jax.plan.costs import Costs, costs_of
 from areal_jax.plan.hlo import Module, parse
+from areal_jax.plan.planning import absent_devices
 from areal_jax.plan.recipe import Recipe, open_recipe
 from areal_jax.plan.targets import GIB, parse_target
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_jax.cluster.controller_role import control
 from areal_jax.cluster.member import ControllerLink
-from areal_jax.cluster.messages import Begin, Command
+from areal_jax.cluster.messages import Begin, Envelope
 from areal_jax.cluster.redis_server import redis_server
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
@@ -42,14 +42,14 @@ def serve(config: Config, role: str, name: str, every: int) -> None:
             match message:
                 case Begin():
                     link.ready(slots=8, version=newest, digest=f"d{newest}")
-                case Command(_, e.Dispatch(samples, host, version)):
+                case Envelope(_, e.Dispatch(samples, host, version)):
                     for sample in samples:
                         one = trajectory(sample, length=TOKENS)
                         one = replace(one, versions=np.where(one.loss_mask, version, -1).astype(np.int32))
                         link.report(e.SampleFinished(sample, host, one.spans, "stop"), one)
-                case Command(_, e.Score(ordinal, attempt), completions):
+                case Envelope(_, e.Score(ordinal, attempt), completions):
                     link.report(e.RewardScored(ordinal, attempt, tuple(map(float, range(len(completions))))))
-                case Command(_, e.Train(step, ordinals), payload):
+                case Envelope(_, e.Train(step, ordinals), payload):
                     plan = BatchPlan.from_wire(payload["plan"])
                     link.payloads.wait_for([SampleId(*row) for row in plan.samples.tolist()])
                     newest = step + 1

@@ -57,7 +57,7 @@ def test_an_event_is_handled_until_it_is_confirmed(number: int, is_handled: bool
     """Delivery is at least once, and the event with the confirmed number is journaled too."""
     controller, short = bare_controller(), e.KVShort("host-0")
     controller._confirmed = {"host-0.first": 3, "host-0.second": 9}
-    message = m.Event("host-0", "first", "two", number, short)
+    message = m.EventReport("host-0", "first", "two", number, short)
     assert controller._valid(message, {}) == ([(short, None)] if is_handled else [])
 
 
@@ -77,7 +77,7 @@ def test_an_event_is_handled_if_its_sender_and_its_epoch_are_in_force(
     name: str, incarnation: str, epoch: str, is_handled: bool
 ):
     event = e.CheckpointCommitted(4) if name == TRAINER else e.KVShort(name)
-    found = bare_controller()._valid(m.Event(name, incarnation, epoch, 0, event), {})
+    found = bare_controller()._valid(m.EventReport(name, incarnation, epoch, 0, event), {})
     assert found == ([(event, None)] if is_handled else [])
 
 
@@ -85,7 +85,7 @@ def test_an_event_of_a_host_that_has_not_said_what_it_goes_on_with_is_refused():
     """Between its return and its Ready: the sample may have gone to another host, and is not in its Ready."""
     controller = bare_controller()
     controller._membership.members["host-0"].ready = None
-    assert controller._valid(m.Event("host-0", "first", "two", 5, e.KVShort("host-0")), {}) == []
+    assert controller._valid(m.EventReport("host-0", "first", "two", 5, e.KVShort("host-0")), {}) == []
 
 
 class Watched(Controller):
@@ -180,7 +180,7 @@ def test_the_payload_of_a_late_sample_is_deleted_and_does_not_become_the_samples
     entry = finished(SampleId(0, 0, attempt))
     posted = Posted(SampleId(0, 0, attempt), "host-0.first", 5)
     payloads = {posted: encode(entry.trajectory)}
-    ((event, payload),) = controller._valid(m.Event("host-0", "first", "two", 5, entry.event), payloads)
+    ((event, payload),) = controller._valid(m.EventReport("host-0", "first", "two", 5, entry.event), payloads)
     assert event == entry.event  # the journal counts it as late
     assert held == [("accepted" if attempt == 1 else "refused", posted)]
     assert (payload is not None) == (attempt == 1)
@@ -242,10 +242,10 @@ def test_a_group_goes_to_the_reward_process_with_the_fewest_and_to_another_when_
         placed.score(e.Score(ordinal, 0), ())
     placed.assign(["reward-0.first", "reward-1.first"])
     assert posted == {"reward-0.first": [0, 2], "reward-1.first": [1, 3]}  # 4 waits
-    placed.scored(1, 0)
+    placed.forget((1, 0))
     placed.assign(["reward-0.first", "reward-1.first"])
     assert posted == {"reward-0.first": [0, 2], "reward-1.first": [1, 3, 4]}
-    placed.scored(3, 0)
+    placed.forget((3, 0))
     placed.assign(["reward-1.first"])
     assert posted == {"reward-0.first": [0, 2], "reward-1.first": [1, 3, 4, 0]}
     placed.assign(["reward-0.second", "reward-1.first"])

@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax.cluster import member
 from areal_jax.cluster.member import ControllerLink
-from areal_jax.cluster.owner import Controller
+from areal_jax.cluster.owner import LiveController
 from areal_jax.observe.waits import WaitTimeout
 
 DEADLINE_S = 60.0
@@ -41,9 +41,9 @@ def test_a_process_waits_its_deadline_from_the_first_look_that_finds_no_controll
     left: Iterator[bool] = iter([False] * len(looks) + [True])
     link._is_closed = SimpleNamespace(is_set=lambda: next(left), wait=lambda _: None)  # type: ignore
 
-    def look(_: object) -> Controller | None:
+    def look(_: object) -> LiveController | None:
         now_s[0], is_there = next(seen)
-        return Controller("one", {}) if is_there else None
+        return LiveController("one", {}) if is_there else None
 
     monkeypatch.setattr(member, "look", look)
     link._broker = SimpleNamespace(heartbeat=lambda *_: None)  # type: ignore

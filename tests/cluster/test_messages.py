@@ -7,17 +7,17 @@ import pytest
 
 from areal_jax.cluster.messages import (
     KINDS,
+    AnyMessage,
     Begin,
-    Command,
     End,
     Ended,
-    Event,
+    Envelope,
+    EventReport,
     Hello,
-    Message,
+    LogLine,
     MessageError,
-    Note,
     Ready,
-    Weights,
+    WeightsAddress,
     from_plain,
     to_plain,
 )
@@ -34,7 +34,7 @@ from areal_jax.control.events import (
 from areal_jax.types import SampleId, VersionSpan
 
 SAMPLE = SampleId(3, 1, 0)
-MESSAGES: list[Message] = [
+MESSAGES: list[AnyMessage] = [
     Hello("generate", "host-0", "ab", "node", 12),
     Ready(
         "trainer-0",
@@ -47,24 +47,26 @@ MESSAGES: list[Message] = [
         shares_prompts=False,
     ),
     Ready("host-0", "ab", "e1", slots=8, version=4, digest="d", samples=(SAMPLE, SampleId(4, 0, 1))),
-    Event("host-0", "ab", "e1", 7, SampleFinished(SAMPLE, "host-0", (VersionSpan(1, 2, 5),), "stop", 2)),
-    Event("reward-0", "ab", "e1", 7, RewardScored(3, 0, (1.0, 0.5), ((("a", 1.0),), ()), ("x", ""))),
-    Event("trainer-0", "ab", "e1", 7, BatchTrained(2, (3, 4), "digest", {"loss": 0.25})),
-    Note("host-0", "warm"),
+    EventReport(
+        "host-0", "ab", "e1", 7, SampleFinished(SAMPLE, "host-0", (VersionSpan(1, 2, 5),), "stop", 2)
+    ),
+    EventReport("reward-0", "ab", "e1", 7, RewardScored(3, 0, (1.0, 0.5), ((("a", 1.0),), ()), ("x", ""))),
+    EventReport("trainer-0", "ab", "e1", 7, BatchTrained(2, (3, 4), "digest", {"loss": 0.25})),
+    LogLine("host-0", "warm"),
     Ended("host-0", "ab", "ArealError: gone"),
     Begin("e1", 3, "127.0.0.1:9"),
-    Weights("e1", "127.0.0.1:9"),
-    Command("e1", Dispatch((SAMPLE, SampleId(3, 2, 0)), "host-0", 2), [5, 6, 7]),
-    Command("e1", Cancel((SAMPLE,), "host-0")),
-    Command("e1", Hold(2)),
-    Command("e1", Score(3, 0), [["four", [4, 1], "stop"]]),
-    Command("e1", Train(2, (3, 4), (0, 1)), {"rows": 2, "pieces": [["<i8", [1], b"12345678"]]}),
+    WeightsAddress("e1", "127.0.0.1:9"),
+    Envelope("e1", Dispatch((SAMPLE, SampleId(3, 2, 0)), "host-0", 2), [5, 6, 7]),
+    Envelope("e1", Cancel((SAMPLE,), "host-0")),
+    Envelope("e1", Hold(2)),
+    Envelope("e1", Score(3, 0), [["four", [4, 1], "stop"]]),
+    Envelope("e1", Train(2, (3, 4), (0, 1)), {"rows": 2, "pieces": [["<i8", [1], b"12345678"]]}),
     End("e1", "over"),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_is_read_back_as_it_was_written(message: Message):
+def test_a_message_is_read_back_as_it_was_written(message: AnyMessage):
     assert from_plain(msgpack.unpackb(msgpack.packb(to_plain(message)))) == message
 
 
@@ -80,8 +82,8 @@ def test_every_kind_is_tested():
         ["Hello"],
         ["Unknown", []],
         ["Begin", []],
-        ["Event", [1, 2, 3, 4, 5]],
-        ["Command", ["e1", ["Finish", []], None]],
+        ["EventReport", [1, 2, 3, 4, 5]],
+        ["Envelope", ["e1", ["Finish", []], None]],
     ],
 )
 def test_an_unreadable_message_is_an_error(body):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from areal_jax.assembly.run_folder import open_journal
-from areal_jax.cluster.messages import Event, from_plain
+from areal_jax.cluster.messages import EventReport, from_plain
 from areal_jax.config.loading import load_config
 from areal_jax.control.events import BatchTrained, SampleFinished, Train
 from areal_jax.observe.metrics import read_rows
@@ -57,7 +57,7 @@ def events_in_mailbox(killable: Killable, run: str) -> set[type]:
     with redis.Redis(port=killable.server.port, password=SECRET) as asked:
         found: Any = asked.xrange(f"areal:{{{run}}}:mailbox:control")
     messages = [from_plain(unpack(fields[b"body"])) for _, fields in found]
-    return {type(message.event) for message in messages if isinstance(message, Event)}
+    return {type(message.event) for message in messages if isinstance(message, EventReport)}
 
 
 def is_training(run: Path) -> bool:

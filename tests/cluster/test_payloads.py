@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.cluster.broker import Broker
-from areal_jax.cluster.owner import Owner
+from areal_jax.cluster.owner import RunOwner
 from areal_jax.cluster.payloads import Held, Payloads, Posted
 from areal_jax.cluster.redis_server import RedisServer
 from areal_jax.types import SampleId
@@ -19,7 +19,7 @@ def test_an_accepted_payload_outlives_its_host(redis_at: RedisServer):
     elsewhere = Posted(SampleId(2, 0, 0), "host-1.b", 0)
     url = redis_at.url.replace("//", f"//:{redis_at.secret}@")
     with Broker(url, "outlives", deadline_s=2.0) as broker:
-        owner = Owner(broker)
+        owner = RunOwner(broker)
         owner.claim()
         held, hosts = Held(broker, owner.token), Payloads(broker)
         held.read()
@@ -40,7 +40,7 @@ def test_a_refused_payload_goes_without_the_one_that_its_host_has_posted_since(r
     first, again = (Posted(SampleId(0, 0, 0), "host-0.a", number) for number in (3, 7))
     url = redis_at.url.replace("//", f"//:{redis_at.secret}@")
     with Broker(url, "refused", deadline_s=2.0) as broker:
-        owner = Owner(broker)
+        owner = RunOwner(broker)
         owner.claim()
         held, hosts = Held(broker, owner.token), Payloads(broker)
         hosts.post({first: b"first"})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.cluster.broker import Broker
-from areal_jax.cluster.owner import Owner, look
+from areal_jax.cluster.owner import RunOwner, look
 from areal_jax.cluster.payloads import Held, Payloads, Posted
 from areal_jax.cluster.redis_link import Link
 from areal_jax.cluster.redis_server import RedisServer
@@ -144,7 +144,7 @@ def test_a_user_with_few_rights_is_enough(redis_at: RedisServer):
                 categories=["+@all", "-@dangerous"], commands=["+info"],
             )  # fmt: skip
             broker.link.require_supported()
-            owner = Owner(broker)
+            owner = RunOwner(broker)
             owner.claim()
             held = Held(broker, owner.token)
             held.read()

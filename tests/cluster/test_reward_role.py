@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from areal_jax.cluster import reward_role
-from areal_jax.cluster.conducting import ConductedWorkflows
-from areal_jax.cluster.messages import Begin, Command
+from areal_jax.cluster.messages import Begin, Envelope
+from areal_jax.cluster.reward_role import ConductedWorkflows
 from areal_jax.config.loading import load_config
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import Conversation
@@ -45,7 +45,7 @@ def test_a_group_with_a_row_that_cannot_be_read_fails_and_the_next_one_is_scored
 ):
     commands = [
         Begin("e"),
-        *(Command("e", e.Score(n, 0), [["a", [1], "stop", [], None]]) for n in (BAD, GOOD)),
+        *(Envelope("e", e.Score(n, 0), [["a", [1], "stop", [], None]]) for n in (BAD, GOOD)),
     ]
     reported: list[Any] = []
     link = SimpleNamespace(commands=lambda: commands, ready=lambda: None, report=reported.append)

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from areal_jax.cluster.rendezvous import AwayError, Situation
-from areal_jax.cluster.supervisor import MOVED, Command, Supervisor, Unit
+from areal_jax.cluster.supervisor import MOVED, ChildProcess, Supervisor, Unit
 from tests.hangs import HANG_S
 from tests.processes import assert_ends, is_gone
 
 
 def unit(name: str, script: str, **flags: bool) -> Unit:
-    return Unit((Command(name, ("bash", "-c", script), {"NAME": name}),), **flags)
+    return Unit((ChildProcess(name, ("bash", "-c", script), {"NAME": name}),), **flags)
 
 
 class FakeMeeting:
@@ -130,12 +130,12 @@ def test_commands_of_one_unit_end_and_start_together(tmp_path):
     dies = f"echo $NAME >>starts; {once}; touch well; sleep 1000"
     trainers = Unit(
         (
-            Command(
+            ChildProcess(
                 "trainer-0",
                 ("bash", "-c", "echo $NAME >>starts; echo $$ >>ids; exec sleep 1000"),
                 {"NAME": "trainer-0"},
             ),
-            Command("trainer-1", ("bash", "-c", dies), {"NAME": "trainer-1"}),
+            ChildProcess("trainer-1", ("bash", "-c", dies), {"NAME": "trainer-1"}),
         ),
         is_group=True,
     )
@@ -159,10 +159,10 @@ def test_a_process_that_ignores_sigterm_is_killed_with_what_it_started(tmp_path)
 SCRIPT = """
 import sys
 from pathlib import Path
-from areal_jax.cluster.supervisor import Command, Supervisor, Unit
+from areal_jax.cluster.supervisor import ChildProcess, Supervisor, Unit
 from tests.cluster.test_supervisor import FakeMeeting
 wait = ("bash", "-c", "trap 'touch polite; exit 0' TERM; touch up; while true; do sleep 0.05; done")
-unit = Unit((Command("controller", wait, {}),), ends_run=True)
+unit = Unit((ChildProcess("controller", wait, {}),), ends_run=True)
 raise SystemExit(Supervisor([unit], Path("logs"), sys.stdout, 3, FakeMeeting()).run())
 """
 
@@ -204,7 +204,7 @@ def test_processes_of_a_killed_agent_get_sigterm(tmp_path):
 
 
 def member(script: str) -> Unit:
-    command = Command("trainer-0", ("bash", "-c", script), {})
+    command = ChildProcess("trainer-0", ("bash", "-c", script), {})
     return Unit((command,), is_group=True)
 
 

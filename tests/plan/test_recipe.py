@@ -16,8 +16,7 @@ from areal_jax.assembly.memory_table import memory_table
 from areal_jax.assembly.parts import make_engine, make_learner
 from areal_jax.config.loading import load_config
 from areal_jax.lab.bench.measure import random_trajectory
-from areal_jax.plan.recipe import Recipe, open_recipe, recipe_source
-from areal_jax.plan.tree_programs import TREE_PROGRAMS
+from areal_jax.plan.recipe import TREE_PROGRAMS, Recipe, open_recipe, recipe_source
 from areal_jax.trainer.compiled import Program
 from areal_jax.trajectories.packing import pack
 from areal_jax.trees.tree_learner import TreeLearner

@@ -13,9 +13,9 @@ import pytest
 from areal_jax.config.loading import load_config
 from areal_jax.plan.bounds import PlannedProgram
 from areal_jax.plan.costs import Costs
+from areal_jax.plan.planning import Verdict, speed, verdicts, version_cost
 from areal_jax.plan.recipe import CONVERTED, Recipe, open_recipe
 from areal_jax.plan.targets import GIB, parse_target
-from areal_jax.plan.verdict import Verdict, speed, verdicts, version_cost
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 H100 = replace(parse_target("h100"), fraction=0.75)

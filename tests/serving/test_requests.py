@@ -229,7 +229,7 @@ def test_a_request_without_a_prompt_says_so():
 
 
 def test_more_biases_than_a_server_takes_are_refused(monkeypatch):
-    monkeypatch.setattr("areal_jax.serving.ask_body.MAX_BIASES", 2)
+    monkeypatch.setattr("areal_jax.serving.openai_bodies.MAX_BIASES", 2)
     said = refusal(lambda: completion(logit_bias={"1": 1, "2": 1, "3": 1}))
     assert "logit_bias has 3 ids; give at most 2" in said
 

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from areal_jax.models.io.gguf_tokenizer import write_tokenizer
-from areal_jax.serving.token_logprobs import LogProbs
+from areal_jax.serving.text_parts import LogProbs
 from areal_jax.tasks.hf_tokenizer import HFTokenizer
 from areal_jax.tasks.text import TokenBytes
 from areal_jax.tasks.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer

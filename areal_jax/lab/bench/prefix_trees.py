@@ -19,7 +19,7 @@ from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.leaf_order import depth_first
 from areal_jax.trajectories.leaf_ranges import TOKENS
 from areal_jax.trajectories.packing import pack, plan_batch
-from areal_jax.trajectories.plan import Layout
+from areal_jax.trajectories.plan import BatchLayout
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
 from areal_jax.trajectories.train_cost import default_costs, packed_work, tree_work
 from areal_jax.trajectories.walk import POP, PUSH, plan_walk
@@ -102,7 +102,7 @@ class _Arm(NamedTuple):
 
 def _arms(learner: TreeLearner, groups: list[Group]) -> dict[str, _Arm]:
     """Returns the packed ways to train the groups, and the walk over their tree."""
-    layouts: dict[str, Layout] = {"repeated": "repeated", "shared": "shared", "tree": "apart"}
+    layouts: dict[str, BatchLayout] = {"repeated": "repeated", "shared": "shared", "tree": "apart"}
     return {
         name: _Arm(
             learner.over_trees() if layout == "apart" else learner,

@@ -9,9 +9,9 @@ import pytest
 
 from areal_jax.models.kernels import packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
-from areal_jax.plan.absent import absent_devices
 from areal_jax.plan.costs import costs_of, written
 from areal_jax.plan.hlo import parse
+from areal_jax.plan.planning import absent_devices
 from areal_jax.plan.targets import parse_target
 
 pytestmark = pytest.mark.accelerators

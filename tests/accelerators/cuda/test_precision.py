@@ -11,7 +11,7 @@ from areal_jax.assembly.gpus import PRECISION, gpu_environment
 from areal_jax.config.loading import load_config
 from areal_jax.lab.bench.measure import matrix_product
 from areal_jax.models.kernels.packed_attention import abstract_on
-from areal_jax.plan.absent import absent_devices
+from areal_jax.plan.planning import absent_devices
 from areal_jax.plan.targets import parse_target
 from tests.accelerators.compiling import CONFIGS, Setting, compiled
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from areal_jax.cluster.launch.prepare import prepare
-from areal_jax.cluster.launch.submission import Submission
 from areal_jax.cluster.launched import read
+from areal_jax.cluster.submission import Submission, prepare
 
 TASK = ["tasks.gsm8k.data_dir=/shared/data/gsm8k", "model.source=/shared/models/qwen2.5-1.5b"]
 EIGHT = ["configs/qwen2.5_1.5b_gsm8k_8gpu.yaml", *TASK, "run.dir=/shared/runs/qwen"]

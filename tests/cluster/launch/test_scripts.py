@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.cluster.launch.prepare import prepare
-from areal_jax.cluster.launch.submission import submit
 from areal_jax.cluster.launched import Launch, read
 from areal_jax.cluster.placement import LaunchError
+from areal_jax.cluster.submission import prepare, submit
 from tests.cluster.launch.shapes import SHAPES
 from tests.hangs import HANG_S
 

@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 
 from areal_jax.cli.main import app
 from areal_jax.cluster import launched
-from areal_jax.cluster.launch.prepare import prepare
-from areal_jax.cluster.launch.submission import launcher_file, submit
 from areal_jax.cluster.launched import make_secret, read
 from areal_jax.cluster.node_agent import describe, plan_of
 from areal_jax.cluster.placement import LaunchError
 from areal_jax.cluster.rendezvous import Place
+from areal_jax.cluster.submission import launcher_file, prepare, submit
 from tests.cluster.launch.jobset import JobSet
 from tests.cluster.launch.shapes import SHAPES, TPU, submission_of
 from tests.hangs import HANG_S
