@@ -488,9 +488,11 @@ def test_a_reader_that_stands_still_is_cut_off_and_others_are_answered():
         wait_until(lambda: is_idle(server) and server.host.statistics().prefills > 0, "cut off", DEADLINE_S)
         # As long as there is room for: on a busy machine every reader may fall behind.
         assert decoded(server, by_tokens(PROMPT, max_tokens=8))[0] == list(alone(PROMPT)[0])[:8]
-        answer = slow.makefile("rb").read()
-        assert answer.startswith(b"HTTP/1.1 200") and b"more than 8 of its tokens were unread" in answer
-        assert b'"code": "resource_exhausted"' in answer and b"[DONE]" not in answer
+        answer = slow.makefile("rb").read().replace(b'": "', b'":"')
+        # 429 where the busy server had not begun to answer.
+        assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 429"))
+        assert b"more than 8 of its tokens were unread" in answer
+        assert b'"code":"resource_exhausted"' in answer and b"[DONE]" not in answer
 
 
 def test_a_grpc_message_of_more_than_4_mib_is_refused(server):
