@@ -61,7 +61,7 @@ class Truncation(NamedTuple):
 
     @classmethod
     def of(cls, sampling: Any) -> Truncation:
-        """Returns what a sample with these settings needs: a Sampling, or a Request of one sample."""
+        """Returns the truncations that a sample with these settings, a Sampling or a Request, needs."""
         has_top_k, has_top_p = bool(sampling.top_k > 0), bool(sampling.top_p < 1)
         return cls(has_top_k or has_top_p or bool(sampling.min_p > 0), has_top_k, has_top_p)
 

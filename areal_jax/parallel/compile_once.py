@@ -36,7 +36,10 @@ def compile_once() -> None:
 
 
 def _unless_stored(compiles: Compiles, reads: Reads) -> Compiles:
-    """Returns `compiles` for one process at a time; unchanged if its arguments are not as expected."""
+    """Returns a `compiles` that loads the program if another process stored it while this one waited.
+
+    Returns `compiles` itself if its arguments are not those of the jax versions that are known here.
+    """
     signature, read_names = inspect.signature(compiles), inspect.signature(reads).parameters
     # jax 0.12 reads with one argument more than jax 0.10; both read with some of those of `compiles`. What is
     # returned below does not name its arguments, so it is never replaced in its turn.

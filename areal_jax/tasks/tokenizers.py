@@ -49,9 +49,9 @@ class Tokenizer(Protocol):
         ...
 
     def fewest(self, text: str) -> int:
-        """Returns a number that the ids of a text are at least, without encoding it; 0 if none is known.
+        """Returns a lower bound of the number of ids of a text, without encoding it; 0 if none is known.
 
-        Takes also what `chat_text` returned.
+        `text` may be a whole chat, too, as `chat_text` returns it.
         """
         ...
 

@@ -65,9 +65,10 @@ class Blocks:
         return [(one, other - one) for one, other in pairwise(bounds) if other > one]
 
     def joined(self, sizes: Sequence[int], own: int = 0) -> Joined:
-        """Returns the cheapest calls for subtrees of these numbers of tokens and the path's last `own` ones.
+        """Returns the cheapest division of successive subtrees into calls.
 
-        A call computes successive subtrees; the last one may go on with tokens of the path.
+        `sizes`: each subtree's number of tokens. `own`: number of tokens at the end of the path to the
+        subtrees that still have to be computed; the last call may compute them, too.
         """
         sums = [0, *accumulate(sizes)]
         best = [(0, 0)]  # of the first i subtrees: their cost, and how many the last call computes
