@@ -70,7 +70,7 @@ def test_texts_apart_are_packed_and_conversations_are_trees():
 
 
 def test_a_row_says_what_each_way_costs():
-    """32 texts of 64 tokens fill 16 rows of 128, which are 8 micro-batches; the reference scores each once."""
+    """32 texts of 64 tokens fill 16 rows of 128, in 8 micro-batches; the reference scores each once."""
     c = config("algorithm.preset=grpo", "algorithm.kl.coef=0.1")
     passes = 1 + (c.algorithm.proximal_form == "recompute")
     tokens = plan_new(c, apart(), True).choice["compute_tokens"]
