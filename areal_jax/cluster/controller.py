@@ -34,7 +34,7 @@ from areal_jax.cluster.reward_placement import WORKFLOW_EVENTS, PlacedGroups, Pl
 from areal_jax.control import events as e
 from areal_jax.episodes.conversation import Conversation
 from areal_jax.observe.waits import WaitTimeout
-from areal_jax.runtime.compute_choice import plan_groups, recorded_choice
+from areal_jax.runtime.compute_choice import plan_groups, plan_new, recorded_choice
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import Incoming
 from areal_jax.runtime.driver import Driver
@@ -541,7 +541,8 @@ class Controller:
         """
         if trainers := self._membership.ready("trainer"):
             self._held.put_back(groups)
-            self._send_batch(trainers, action, self._driver.choice.plan(groups, self._shares_prompts))
+            plan = plan_new(self._config, groups, self._shares_prompts)
+            self._send_batch(trainers, action, plan)
 
     def hold(self, action: e.Hold) -> None:
         """Tells all trainer processes that are ready what they wait for until their next batch."""

@@ -31,7 +31,7 @@ from areal_jax.trainer.compiled import bytes_on_one_device
 from areal_jax.trainer.learner import Learner
 from areal_jax.trajectories.leaf_order import depth_first
 from areal_jax.trajectories.prefix_tree import prefix_tree
-from areal_jax.trajectories.train_cost import Work, default_costs, work_of_calls
+from areal_jax.trajectories.train_cost import Work, work_of_calls
 from areal_jax.trajectories.walk import POP, PUSH, Call, calls_of
 from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Batch, PreparedBatch
@@ -207,13 +207,13 @@ def _packed_programs(
 def _of_one_way(
     config: Config, learner: TreeLearner, packed: PreparedBatch, found: Sequence[RecipeProgram]
 ) -> list[RecipeProgram]:
-    """Returns the programs of compute=auto; those of the way that costs more by default are never called."""
+    """Returns the programs of compute=auto; those of the way that costs more tokens are never called."""
     a, shards = config.algorithm, learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
     passes = bool(learner.objective.on_arrival) + a.has_reference + (a.teacher is not None)
     micros, tokens = packed.tokens.shape[0] // learner.rows, packed.tokens.size / shards
-    costs = default_costs(learner.tree_blocks.call_tokens, ())
-    in_rows = costs.seconds(Work((1 + passes) * micros, tokens, passes * tokens, 0))
-    is_tree = costs.seconds(full_length_work(config, learner, passes)) < in_rows
+    call_tokens = learner.tree_blocks.call_tokens
+    in_rows = Work((1 + passes) * micros, tokens, passes * tokens).tokens(call_tokens)
+    is_tree = full_length_work(config, learner, passes).tokens(call_tokens) < in_rows
     return [one if (one.name in TREE_PROGRAMS) == is_tree else replace(one, calls=0.0) for one in found]
 
 

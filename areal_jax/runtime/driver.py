@@ -12,7 +12,6 @@ from areal_jax.assembly.run_folder import CHECKPOINTS
 from areal_jax.control import events as e
 from areal_jax.control.events import Event
 from areal_jax.control.orchestrator import PLACED_EVERY_S
-from areal_jax.runtime.compute_choice import ComputeChoice
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import DriverCore, Endpoints, Incoming
 from areal_jax.runtime.rows import HostFigures, RowMaker, Totals
@@ -58,8 +57,6 @@ class Driver:
         for row in context.uncounted:
             rows.see(row.event, row.actions)
         self.control = context.control
-        self.choice = ComputeChoice(context.config, (batch.metrics for batch in context.history))
-        """Plans the batches for the endpoint `train`."""
         self._watch = context.watch
         self._core = DriverCore(context.config, context.control, context.journal, inputs, rows, endpoints)
         self._placed_s = time.monotonic()
@@ -111,7 +108,6 @@ class Driver:
     def _follow(self, event: Event) -> None:
         """Update the files for a journaled event: metrics rows, snapshots, deletion of old trajectories."""
         if isinstance(event, e.BatchTrained):
-            self.choice.see(event.metrics)
             self._metrics.write(event.metrics)
             self._view.show(event.metrics)
             self._timeline.flush()

@@ -25,6 +25,7 @@ from areal_jax.generation.host import Host
 from areal_jax.generation.reference_host import ReferenceHost
 from areal_jax.observe.threads import reporting_thread
 from areal_jax.observe.waits import REMEDY, WaitTimeout
+from areal_jax.runtime.compute_choice import plan_new
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.runtime.driver import Driver
@@ -278,7 +279,7 @@ class LocalRun:
         self._pool.submit(action.ordinal, action.attempt, prompt, completions, self._deliver)
 
     def train(self, action: e.Train, groups: tuple[Group, ...]) -> None:
-        plan = self._driver.choice.plan(groups, self._parts.learner.takes_shared_prompts)
+        plan = plan_new(self._parts.config, groups, self._parts.learner.takes_shared_prompts)
         self.trainer.inbox.put(held_batch(action.step, groups, plan))
 
     def hold(self, action: e.Hold) -> None:

@@ -1,4 +1,4 @@
-"""Which way a batch is computed, when a way is tried, and that a batch trained again is computed the same."""
+"""Which way a batch is computed, and that a batch trained again is computed the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime import compute_choice, trainer_loop
-from areal_jax.runtime.compute_choice import ComputeChoice, plan_groups
+from areal_jax.runtime.compute_choice import plan_groups, plan_new
 from areal_jax.runtime.recovery import train_again
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.trajectories.leaf_ranges import LeafCosts
@@ -61,107 +61,29 @@ def turns(groups: int = 4) -> list[Group]:
     return groups_of([[text[: 12 * (1 + turn)] for turn in range(8)] for text in whole])
 
 
-def row(choice: BatchPlan, seconds: float, compiled: float = 0.0) -> dict[str, Any]:
-    """The metrics row of a step that was trained by this plan."""
-    return {**choice.choice, "update_s": seconds, "compiled_programs": compiled}
-
-
-def ways(choice: ComputeChoice, groups: list[Group], seconds: dict[str, float], steps: int) -> list[str]:
-    """How each of these steps was computed, if a way takes this long."""
-    found = []
-    for _ in range(steps):
-        plan = choice.plan(groups, True)
-        found.append(plan.choice["compute"])
-        choice.see(row(plan, seconds[found[-1]]))
-    return found
-
-
-def test_by_default_costs_texts_apart_are_packed_and_conversations_are_trees():
-    choice = ComputeChoice(config())
-    packed, tree = choice.plan(apart(), True), choice.plan(turns(), True)
+def test_texts_apart_are_packed_and_conversations_are_trees():
+    packed, tree = (plan_new(config(), groups, True) for groups in (apart(), turns()))
     assert (packed.choice["compute"], packed.layout) == ("packed", "shared")
     assert (tree.choice["compute"], tree.layout) == ("tree", "apart")
-    assert "compute_forecast_s" not in tree.choice, "nothing is measured yet"
     sent = BatchPlan.from_wire(tree.to_wire())
     assert sent.choice == tree.choice
 
 
-def test_a_way_that_was_never_measured_is_tried_and_the_faster_one_taken():
-    """By default costs texts apart are packed; a way is tried once in 16 batches until it is fitted."""
-    found = ways(ComputeChoice(config()), apart(), {"packed": 1.0, "tree": 0.5}, 40)
-    assert found == ["packed"] * 16 + ["tree"] * 24
-    found = ways(ComputeChoice(config()), apart(), {"packed": 1.0, "tree": 1.5}, 60)
-    assert [step for step, way in enumerate(found) if way == "tree"] == [16, 33, 50]
+def test_a_row_says_what_each_way_costs():
+    """32 texts of 64 tokens fill 16 rows of 128, in 8 micro-batches; the reference scores each once."""
+    c = config("algorithm.preset=grpo", "algorithm.kl.coef=0.1")
+    passes = 1 + (c.algorithm.proximal_form == "recompute")
+    tokens = plan_new(c, apart(), True).choice["compute_tokens"]
+    assert tokens["packed"] == (1 + passes) * 8 * 64 + (3 + passes) * 8 * 2 * LENGTH
+    assert tokens["tree"] >= tokens["packed"]
+    of_turns = plan_new(c, turns(), True).choice["compute_tokens"]
+    assert of_turns["tree"] < 0.5 * of_turns["packed"]
 
 
-def test_a_way_that_is_forecast_to_take_twice_as_long_is_not_tried():
-    assert set(ways(ComputeChoice(config()), turns(), {"packed": 0.1, "tree": 1.0}, 40)) == {"tree"}
-
-
-def test_a_fit_forecasts_the_measured_seconds_and_decides():
-    seconds, groups = {"packed": 0.5, "tree": 1.0}, turns()
-    choice = ComputeChoice(config())
-    plans = [plan_of(choice, groups, way) for way in ("packed", "tree")]
-    for plan in plans * 16:
-        choice.see(row(plan, seconds[plan.choice["compute"]]))
-    chosen = choice.plan(groups, True).choice
-    assert chosen["compute"] == "packed"
-    assert chosen["compute_forecast_s"] == pytest.approx(seconds, rel=0.01)
-
-
-def plan_of(choice: ComputeChoice, groups: list[Group], way: str) -> BatchPlan:
-    """The plan of these groups if this way is chosen."""
-    choice._chosen = lambda forecast: way  # pyright: ignore[reportAttributeAccessIssue]
-    plan = choice.plan(groups, True)
-    del choice._chosen
-    return plan
-
-
-def test_steps_that_compiled_a_program_are_not_measured():
-    choice, groups = ComputeChoice(config()), turns()
-    plan = choice.plan(groups, True)
-    for _ in range(20):
-        choice.see(row(plan, 100.0, compiled=1.0))
-    assert "compute_forecast_s" not in choice.plan(groups, True).choice
-    choice.see(row(plan, 2.0))
-    assert choice.plan(groups, True).choice["compute_forecast_s"]["tree"] == pytest.approx(2.0)
-
-
-def test_the_journal_gives_a_resumed_run_the_same_forecasts():
-    choice, groups, rows = ComputeChoice(config()), turns(), []
-    for step in range(40):
-        plan = choice.plan(groups if step % 2 else apart(), True)
-        rows.append(row(plan, 0.1 * (1 + step % 3)))
-        choice.see(rows[-1])
-    assert ComputeChoice(config(), rows).plan(groups, True).choice == choice.plan(groups, True).choice
-
-
-@pytest.mark.parametrize("word", ["control.max_staleness=0", "trainer.compute=tree"])
-def test_where_bits_are_promised_or_the_way_is_given_nothing_measured_decides(word):
-    choice, groups = ComputeChoice(config(word)), turns()
-    first = choice.plan(groups, True).choice
-    assert first["compute"] == "tree"
-    assert set(ways(choice, groups, {"packed": 0.1, "tree": 9.0}, 40)) == {"tree"}
-    assert choice.plan(groups, True).choice == first
-
-
-def test_where_bits_are_promised_no_way_is_tried():
-    choice = ComputeChoice(config("control.max_staleness=0"))
-    assert set(ways(choice, apart(), {"packed": 9.0, "tree": 0.1}, 40)) == {"packed"}
-
-
-def test_on_several_devices_measured_costs_cut_the_leaves():
-    words = ("trainer.compute=tree", "trainer.mesh.data=2", "control.max_staleness=1")
-    choice, groups = ComputeChoice(config(*words)), turns()
-    assert choice.plan(groups, True).choice["tree_costs"] == [0.0, 1.0, 0.0]
-    ways(choice, groups, {"tree": 0.5}, 16)
-    call, token, _ = choice.plan(groups, True).choice["tree_costs"]
-    # A call costs as 64 tokens without gradients; a leaf's token has 3 of them, and what scores it.
-    passes = choice._passes
-    assert call / token == pytest.approx(64 * (1 + passes) / (3 + passes), rel=0.05)
-    same = ComputeChoice(config(*words, "control.max_staleness=0"))
-    ways(same, groups, {"tree": 0.5}, 16)
-    assert "tree_costs" not in same.plan(groups, True).choice
+@pytest.mark.parametrize("way", ["packed", "tree"])
+def test_a_way_that_is_given_is_taken(way):
+    for groups in (apart(), turns()):
+        assert plan_new(config(f"trainer.compute={way}"), groups, True).choice == {"compute": way}
 
 
 # --- the trainer --------------------------------------------------------------------------------------------
@@ -244,7 +166,7 @@ def test_recovery_computes_a_batch_as_it_was_computed():
 
 def test_a_plan_of_a_recorded_choice_is_the_plan_of_the_step():
     c, groups = config(), turns()
-    plan = ComputeChoice(c).plan(groups, True)
+    plan = plan_new(c, groups, True)
     again = plan_groups(c, groups, True, compute_choice.recorded_choice(c, plan.choice))
     assert again.layout == plan.layout
     assert all((one == two).all() for one, two in zip(again.pieces, plan.pieces, strict=True))
@@ -255,7 +177,7 @@ def test_a_run_that_ended_is_trained_again_as_its_journal_says(tmp_path, monkeyp
     """Ways alternate until the journal ends before step 5; on the resume all new batches are packed."""
     folder, chosen, ended, append = tmp_path / "run", [], [], SqliteQueue.append
 
-    def alternate(choice: ComputeChoice, forecast: Any) -> str:
+    def alternate(tokens: Any) -> str:
         chosen.append(("packed", "tree")[len(chosen) % 2])
         return chosen[-1]
 
@@ -267,15 +189,15 @@ def test_a_run_that_ended_is_trained_again_as_its_journal_says(tmp_path, monkeyp
 
     words = ("run.steps=7", "trainer.compute=auto", "trainer.checkpoint_every=3", "trainer.tree_block=48")
     with monkeypatch.context() as patch:
-        patch.setattr(ComputeChoice, "_chosen", alternate)
+        patch.setattr(compute_choice, "cheaper", alternate)
         patch.setattr(SqliteQueue, "append", append_until)
         with pytest.raises(JournalError, match="killed"):
             run(small(folder, *words, "control.max_staleness=1"), stream=io.StringIO())
-    monkeypatch.setattr(ComputeChoice, "_chosen", lambda *_: "packed")
+    monkeypatch.setattr(compute_choice, "cheaper", lambda _: "packed")
     said = io.StringIO()
     resume(folder, stream=said)
     assert "training steps 3 to 4 again" in said.getvalue()
     assert "was trained again with digest" not in said.getvalue()
     rows = read_rows(folder)
     assert [one["compute"] for one in rows] == ["packed", "tree"] * 2 + ["packed"] * 3
-    assert all(one["update_s"] > 0 and one["compute_work"]["calls"] > 0 for one in rows)
+    assert all(one["update_s"] > 0 and min(one["compute_tokens"].values()) > 0 for one in rows)

@@ -21,7 +21,7 @@ from areal_jax.replay.bundle import make_bundle, verify_bundle
 from areal_jax.replay.folder_audit import audit_run
 from areal_jax.replay.replay import replay
 from areal_jax.report.reading import find
-from areal_jax.runtime.compute_choice import ComputeChoice
+from areal_jax.runtime import compute_choice
 from areal_jax.tasks.datasets.countdown import Countdown
 from areal_jax.types import ArealError
 from tests.small_run import killed_at, small
@@ -76,7 +76,7 @@ def test_a_run_masks_old_tokens_and_a_crash_a_replay_and_a_bundle_give_its_bits(
 ):
     """Batches are computed packed and over trees in turn, with a critic."""
     ways = itertools.cycle(["packed", "tree"])
-    monkeypatch.setattr(ComputeChoice, "_chosen", lambda *_: next(ways))
+    monkeypatch.setattr(compute_choice, "cheaper", lambda _: next(ways))
     folder, steps = tmp_path / "run", 20
     own = (
         f"run.steps={steps}",

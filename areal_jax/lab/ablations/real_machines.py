@@ -18,7 +18,7 @@ from areal_jax.generation.host import Host
 from areal_jax.lab.simulation.decoders import StepResult
 from areal_jax.observe.waits import Timeline
 from areal_jax.runtime.batch_figures import batch_figures
-from areal_jax.runtime.compute_choice import ComputeChoice
+from areal_jax.runtime.compute_choice import plan_new
 from areal_jax.runtime.core import Incoming, Offer
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.tasks.scoring import score_group
@@ -129,7 +129,6 @@ class RealMachines:
         self.state, self.prompts = state, parts
         self._parts, self._engines = parts, list(engines)
         self._store = MemoryStore(engines[0].canary, parts.config.wire_dtype)
-        self._choice = ComputeChoice(parts.config)
         self._clock = Timeline(None).clock("trainer")
         self._trained: dict[PolicyVersion, VersionedParams] = {0: parts.learner.publish(state)}
 
@@ -152,8 +151,7 @@ class RealMachines:
 
         Decoders get the new version only after `publish`.
         """
-        # No step is measured, so that a seed decides every choice.
-        plan = self._choice.plan(groups, self._parts.learner.takes_shared_prompts)
+        plan = plan_new(self._parts.config, groups, self._parts.learner.takes_shared_prompts)
         batch = held_batch(action.step, groups, plan)
         self.state, value, metrics = train_batch(
             self._parts.config, self._parts.learner, self.state, batch, self._clock

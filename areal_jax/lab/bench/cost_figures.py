@@ -24,7 +24,7 @@ from areal_jax.lab.bench.decode import call_s, filled
 from areal_jax.lab.bench.hosting import started
 from areal_jax.lab.bench.measure import in_turn, random_trajectory, timed_s
 from areal_jax.observe.waits import Timeline
-from areal_jax.runtime.compute_choice import ComputeChoice
+from areal_jax.runtime.compute_choice import plan_new
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
 from areal_jax.tasks.pool import RewardPool
 from areal_jax.trainer.state import TrainState
@@ -144,7 +144,7 @@ def _train_s(parts: Parts, state: TrainState, median: float, sigma: float, repea
     """Returns the seconds of training steps, packing included, each on another batch."""
     c, clock = parts.config, Timeline(None).clock("trainer")
     rng, vocab = np.random.default_rng(0), parts.model.tokenizer.vocab_size
-    choice, states, runs = ComputeChoice(c), [state], []
+    states, runs = [state], []
 
     def step(number: int) -> Any:
         groups = []
@@ -156,7 +156,7 @@ def _train_s(parts: Parts, state: TrainState, median: float, sigma: float, repea
                 for member, size in enumerate(sizes)
             ]
             groups.append(Group(ordinal, parts.prompt(ordinal), tuple(each)))
-        plan = choice.plan(groups, parts.learner.takes_shared_prompts)
+        plan = plan_new(c, groups, parts.learner.takes_shared_prompts)
         after, value, _ = train_batch(
             parts.config, parts.learner, states.pop(), held_batch(number, groups, plan), clock
         )

@@ -17,11 +17,10 @@ from areal_jax.models.transformer import Remat
 from areal_jax.trainer.learner import TrainsBatches
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.leaf_order import depth_first
-from areal_jax.trajectories.leaf_ranges import TOKENS
 from areal_jax.trajectories.packing import pack, plan_batch
 from areal_jax.trajectories.plan import BatchLayout
 from areal_jax.trajectories.prefix_tree import Sampled, tree_of
-from areal_jax.trajectories.train_cost import default_costs, packed_work, tree_work
+from areal_jax.trajectories.train_cost import packed_work, tree_work
 from areal_jax.trajectories.walk import POP, PUSH, plan_walk
 from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import ArealError, Batch, Group, Prompt, SampleId, Trajectory
@@ -47,8 +46,7 @@ def tree(
     `leaves` the number of samples that share a prompt or a task. `rows` x `length` tokens are a micro-batch;
     `block` is trainer.tree_block. In the result, `token_ratio` is the analytic ratio of tokens over
     `repeated`, a forward pass counted as 1 and a backward pass as 2; `auto` is the way that
-    trainer.compute=auto chooses before it has measured a batch, and `auto_speedup` the seconds of the faster
-    way / those of this one.
+    trainer.compute=auto chooses, and `auto_speedup` the seconds of the faster way / those of this one.
     """
     learner, state = bench_learner(shape, rows, length, dtype, remat, block)
     groups = _groups(workload, scale, leaves, learner.model.config.vocab_size)
@@ -113,14 +111,13 @@ def _arms(learner: TreeLearner, groups: list[Group]) -> dict[str, _Arm]:
 
 
 def _chosen(learner: TreeLearner, groups: list[Group]) -> str:
-    """Returns the arm, shared or tree, that the default costs forecast to be faster."""
+    """Returns the arm, shared or tree, that trainer.compute=auto chooses."""
     blocks, sequences = learner.tree_blocks, [Sampled.of(one) for each in groups for one in each.trajectories]
     work = {
         "shared": packed_work(plan_batch(groups, learner.rows, learner.length), learner.rows, 1, 1),
-        "tree": tree_work([sequences], 1, blocks, TOKENS, 1),
+        "tree": tree_work([sequences], 1, blocks, 1),
     }
-    costs = default_costs(blocks.call_tokens, ())
-    return min(work, key=lambda arm: costs.seconds(work[arm]))
+    return min(work, key=lambda arm: work[arm].tokens(blocks.call_tokens))
 
 
 def _groups(workload: str, scale: float, leaves: int, vocab_size: int) -> list[Group]:
