@@ -166,7 +166,7 @@ def test_a_bench_or_setting_that_is_none():
     from areal_jax.lab.bench.registry import bench
     from areal_jax.types import ArealError
 
-    with pytest.raises(ArealError, match="choose one of: decode, prefill, sample, logprob, update"):
+    with pytest.raises(ArealError, match="choose one of: decode, prefill, sample, update"):
         bench("decod", {})
     with pytest.raises(ArealError, match=r"did you mean bench decode\.slots\?"):
         bench("decode", {"slot": 3})
