@@ -21,10 +21,10 @@ import numpy as np
 
 from areal_jax.algorithms.sampling import Truncation
 from areal_jax.generation.commands import HostSample, Start, Statistics
-from areal_jax.generation.engine import Engine, Prefilling
+from areal_jax.generation.engine import Engine, Prefilling, reason_against_length
 from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.generation.programs import DecodeState
-from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix, reason_against_length
+from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
 from areal_jax.observe.waits import Clock
 from areal_jax.parallel.program_errors import OUT_OF_MEMORY
 from areal_jax.types import PolicyVersion, SampleId, VersionedParams

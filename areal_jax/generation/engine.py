@@ -38,7 +38,6 @@ from areal_jax.generation.slots import (
     Penalties,
     Prefix,
     Request,
-    reason_against_length,
 )
 from areal_jax.models.device_layout import (
     WeightLayout,
@@ -82,6 +81,16 @@ def _served_by(model: Model, quantize: str, mesh: Mesh) -> Model:
             "compute capability 8.9 or newer (Ada, Hopper, Blackwell); use int8"
         )
     return model.with_codes(quantize)
+
+
+def reason_against_length(count: int, length: int) -> str:
+    """Returns why a prompt of `count` tokens cannot be decoded in slots of `length`; empty if it can."""
+    if 1 <= count < length:
+        return ""
+    return (
+        f"a prompt of {count} tokens does not fit generation.length={length}, which holds prompt and "
+        "completion; raise generation.length or shorten the prompt"
+    )
 
 
 class Engine(jetstream.Engine):

@@ -18,17 +18,6 @@ from areal_jax.models.kv_pages import KVPages
 
 MAX_STOP_TOKENS = 8
 
-
-def reason_against_length(count: int, length: int) -> str:
-    """Returns why a prompt of `count` tokens cannot be decoded in slots of `length`; empty if it can."""
-    if 1 <= count < length:
-        return ""
-    return (
-        f"a prompt of {count} tokens does not fit generation.length={length}, which holds prompt and "
-        "completion; raise generation.length or shorten the prompt"
-    )
-
-
 HostArray = Any
 """A numpy array on the host; a (maybe traced) jax array in a program and in a decode state."""
 
