@@ -7,6 +7,7 @@ What a workflow did is answered from its conversation, which the controller has.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -27,7 +28,7 @@ K = TypeVar("K")
 W = TypeVar("W")
 
 
-class _Placed(Generic[K, W]):
+class _Placed(ABC, Generic[K, W]):
     """Pieces of work by key, each with the mailbox of its reward process, or "" while there is none."""
 
     def __init__(self, post: SendCommand, most: float = math.inf) -> None:
@@ -67,9 +68,9 @@ class _Placed(Generic[K, W]):
             self._placed[key] = fewest
             self._post(fewest, *self._command(key, self._work[key]))
 
+    @abstractmethod
     def _command(self, key: K, work: W) -> tuple[e.Score | e.Rerun, Any]:
         """Returns the command that makes a reward process do the work, and its payload."""
-        raise NotImplementedError
 
 
 class PlacedGroups(_Placed[tuple[int, int], tuple[e.Score, Any]]):
