@@ -96,7 +96,7 @@ class Prompts(Protocol):
         ...
 
 
-class MetricsRows(Protocol):
+class StepRows(Protocol):
     """Makes the metrics row of each step from the events since the last row."""
 
     def see(self, event: Event, actions: Iterable[Action]) -> None:
@@ -135,7 +135,7 @@ class DriverCore:
         control: ControlPlane,
         journal: EventLog,
         prompts: Prompts,
-        rows: MetricsRows,
+        rows: StepRows,
         endpoints: Endpoints,
     ) -> None:
         self._config, self.control, self._journal = config, control, journal
