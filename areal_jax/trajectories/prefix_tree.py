@@ -55,7 +55,7 @@ class Subtree(NamedTuple):
 
     @classmethod
     def of_children(cls, depth: int, children: Sequence[Subtree]) -> Subtree:
-        """Returns the children, in this order, below a node whose path has `depth` tokens."""
+        """Returns the subtree of a node at `depth` tokens, with these children in this order."""
         common = children[0].common[:]
         for child in children[1:]:
             common += [depth, *child.common]

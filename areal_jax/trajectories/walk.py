@@ -189,7 +189,10 @@ class _Steps:
         self._add(POP, self._pieces(whole[-1].first, below, path - joined.own)[::-1])
 
     def _joined(self, children: Sequence[_Child], path: int, start: int) -> tuple[PathPiece, ...]:
-        """Returns the tokens of the children as pieces, and before them the path's from `start` on."""
+        """Returns a piece for each leaf of the children: its tokens that no leaf before it has.
+
+        The first leaf's piece begins at `start`, so it also has what the children share from there on.
+        """
         pieces = []
         for leaf in range(children[0].first, children[-1].last):
             pieces.append(PathPiece(leaf, start, self._ends[leaf] - start, is_end=True))

@@ -105,7 +105,10 @@ class TreeUpdate:
         return Pushes(jax.jit(passes.empty_path, out_shardings=on), push)
 
     def _by_walk(self, tree: Any) -> Any:
-        """Returns shardings that give each device the arrays of its walk; KV have an axis of layers first."""
+        """Returns shardings that give each device the arrays of its walk.
+
+        The walks are an array's first axis; in keys and values, of five axes, the layers come before it.
+        """
         axes = lambda leaf: PartitionSpec(*(None,) * (leaf.ndim == 5), *ROWS)  # noqa: E731
         return jax.tree.map(lambda leaf: NamedSharding(self._mesh, axes(leaf)), tree)
 
