@@ -3,8 +3,8 @@
 The trainer's packed forward, the generator's prefill and its decode step call the same `Transformer` with
 different kinds of `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms,
 rotary embeddings and softmax are in `config.accumulate`, float32 except in tests; matrix products read
-`config.dtype`, accumulate in `config.accumulate` and write `config.activations`. Each parameter is declared with its shape, initializer
-and logical axis names, which `parallel.mesh` maps onto devices.
+`config.dtype`, accumulate in `config.accumulate` and write `config.activations`. Each parameter is declared
+with its shape, initializer and logical axis names, which `parallel.mesh` maps onto devices.
 """
 
 from __future__ import annotations
