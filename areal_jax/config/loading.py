@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from areal_jax.config.removed import ADDED, REMOVED
+from areal_jax.config.removed import REMOVED
 from areal_jax.config.sections import AlgorithmConfig, Section
 from areal_jax.config.tree import Config
 from areal_jax.plugin import did_you_mean, nearest
@@ -76,7 +76,6 @@ def resolved(config: Config) -> dict[str, Any]:
     tree["generation"]["on_update"] = config.on_update
     tree["generation"]["page_tokens"] = config.generation.tokens_per_page
     tree["trainer"]["length"] = config.row_length
-    tree["model"]["activations"] = config.activations
     tree["weights"]["wire_dtype"] = config.wire_dtype
     tree["run"]["dir"] = str(config.run.folder)
     return tree
@@ -172,7 +171,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_removed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config `tree` without keys of earlier versions (`REMOVED`), and with later ones (`ADDED`).
+    """Returns the config `tree` without keys of earlier versions (`REMOVED`).
 
     Only a config that a run has stored may have such keys: a value whose key was renamed gets the new key,
     and one that says what the code does anyway is dropped. Raises ConfigError for any other.
@@ -196,9 +195,6 @@ def _without_removed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         tree = _without(tree, parts)
         if removed.renamed:
             tree = _merge(tree, _nested(removed.renamed.split("."), value))
-    if is_stored:
-        for key, value in ADDED.items():
-            tree = _merge(_nested(key.split("."), value), tree)
     return tree
 
 

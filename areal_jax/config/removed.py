@@ -27,9 +27,6 @@ def _given(instead: str) -> Removed:
 
 _AXIS = Removed("no array is sharded over this axis; raise fsdp or tensor of the mesh", now=1)
 
-ADDED: Mapping[str, Any] = {"model.activations": "float32"}
-"""Keys that the config of an earlier version's run may lack, and the value by which such a run computed."""
-
 REMOVED: Mapping[str, Removed] = {
     "algorithm.kl.allow_biased": Removed(
         "set algorithm.kl.estimator to k1 with algorithm.kl.place=reward, or to k2 or k3 with loss", now=False

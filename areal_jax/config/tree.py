@@ -117,13 +117,6 @@ class Config(Section):
         return "orbax" if self.runtime.redis else "memory"
 
     @property
-    def activations(self) -> Literal["float32", "bfloat16"]:
-        """dtype of what the matrix products of the layers write."""
-        if self.model.activations != "auto":
-            return self.model.activations
-        return "float32" if self.trainer.numerics == "exact" else self.model.dtype
-
-    @property
     def wire_dtype(self) -> str:
         """dtype of published parameters."""
         return self.model.dtype if self.weights.wire_dtype == "auto" else self.weights.wire_dtype
@@ -228,10 +221,10 @@ def _impossible(c: Config) -> Iterator[str]:
 
 def _impossible_trainer(c: Config) -> Iterator[str]:
     g, a, t = c.generation, c.algorithm, c.trainer
-    if c.activations == "bfloat16" and (c.model.dtype == "float32" or t.numerics == "exact"):
+    if c.model.activations == "bfloat16" and (c.model.dtype == "float32" or t.numerics == "exact"):
         yield (
             f"model.activations=bfloat16 with model.dtype={c.model.dtype}, trainer.numerics={t.numerics}: it "
-            "needs model.dtype=bfloat16 and trainer.numerics=bounded; set model.activations=auto"
+            "needs model.dtype=bfloat16 and trainer.numerics=bounded; set model.activations=float32"
         )
     if t.numerics == "exact":
         yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)

@@ -244,7 +244,9 @@ class SelfAttention(Projections):
 
     def mixed(self, attended: Float[Array, "B T H h"]) -> Float[Array, "B T D"]:
         flat = attended.reshape(*attended.shape[:-2], -1)
-        return self.projected("out", flat.astype(self.config.activations))
+        return self.projected(
+            "out", flat.astype(self.config.dtype) if self.config.rounds_activations else flat
+        )
 
 
 class GatedMLP(Projections):

@@ -102,24 +102,6 @@ def test_parameters_are_published_in_the_models_dtype_unless_another_is_given(
     assert make_config(resolved(config)).wire_dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("words", "dtype"),
-    [
-        ((), "float32"),
-        (("model.dtype=bfloat16",), "bfloat16"),
-        (("model.dtype=bfloat16", "model.activations=float32"), "float32"),
-        (("model.dtype=bfloat16", "trainer.numerics=exact"), "float32"),
-    ],
-    ids=str,
-)
-def test_activations_are_rounded_to_the_models_dtype_unless_numerics_are_exact(
-    words: tuple[str, ...], dtype: str
-):
-    config = load_config(*words)
-    assert config.activations == dtype and resolved(config)["model"]["activations"] == dtype
-    assert make_config(resolved(config)).activations == dtype
-
-
 def test_the_longest_completion_follows_from_the_length_unless_it_is_given():
     assert load_config("generation.length=48", "trainer.length=64").generation.max_tokens == 24
     assert load_config("generation.length=48", "generation.max_tokens=7").generation.max_tokens == 7

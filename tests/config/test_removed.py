@@ -105,14 +105,5 @@ def test_an_old_run_is_read_if_its_value_is_what_the_code_does(old: Old, tmp_pat
             run_config(tmp_path)
 
 
-def test_a_run_from_before_activations_were_rounded_goes_on_with_float32():
-    tree = resolved(load_config("model.dtype=bfloat16"))
-    assert tree["model"].pop("activations") == "bfloat16"
-    assert make_config(tree).activations == "float32"
-    assert (
-        load_config({"model": {"dtype": "bfloat16"}}).activations == "bfloat16"
-    )  # a recipe is no run's config
-
-
 def test_every_removed_key_is_tested():
     assert sorted(old.key for old in OLD) == sorted(REMOVED)

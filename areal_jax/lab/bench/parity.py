@@ -81,20 +81,16 @@ def parity(
     for dtype in dtypes:
         for kind in numerics:
             progress(f"{dtype}, {kind}")
-            rounds = dtype == "bfloat16" and kind == "bounded"  # as model.activations=auto
-            own = {"dtype": dtype, "numerics": kind, "params_dtype": dtype, "rounds_activations": rounds}
-            sizes = dataclasses.replace(model.config, **own)
-            student = Model(sizes, model.tokenizer)
+            sizes = dataclasses.replace(model.config, dtype=dtype, numerics=kind, params_dtype=dtype)
+            own = Model(sizes, model.tokenizer)
             value = wire_copy(VersionedParams(0, params, digest(params)), dtype)
-            engine = Engine(student, slots=SLOTS, length=length, prefill_chunk=CHUNK)
+            engine = Engine(own, slots=SLOTS, length=length, prefill_chunk=CHUNK)
             sampling = Sampling(max_tokens=max_tokens)
             groups = [
                 Group(ordinal, asked[ordinal], tuple(dataclasses.replace(one, reward=0.0) for one in found))
                 for ordinal, found in sampled(engine, value, tokens, members, sampling, seed).items()
             ]
-            learner = Learner(
-                student, algorithm, optax.identity(), rows=ROWS, length=length
-            )  # it never trains
+            learner = Learner(own, algorithm, optax.identity(), rows=ROWS, length=length)  # it never trains
             again = recomputed_logp(learner, params, groups)
             recorded = [one.behavior_logp[one.loss_mask] for group in groups for one in group.trajectories]
             figures = compared(np.concatenate(recorded), np.concatenate(again))
