@@ -94,6 +94,7 @@ def packed_stats(
     asked: PackedTokens,
     chunk: int,
     *,
+    dtype: str | None = None,
     has_entropy_gradient: bool = False,
     values: Values | None = None,
 ) -> TokenStats:
@@ -107,8 +108,9 @@ def packed_stats(
     The LM head runs over about `chunk` tokens at a time, so no (B, T, V) array exists, not even in the
     backward pass. Each row's tokens on the mask are moved to the row's front, and chunks without such a token
     are skipped, so prompts cost nothing. Gradients flow into `hidden` and `weight` through logp, and through
-    entropy if `has_entropy_gradient`. `values`, if given, computes the results in place of `head` and
-    `token_stats`, from which the gradients are still computed.
+    entropy if `has_entropy_gradient`. `dtype`: in which the head reads `weight`, so that it is cast once and
+    not for each chunk; the gradient keeps the weight's own dtype. `values`, if given, computes the results in
+    place of `head` and `token_stats`, from which the gradients are still computed.
     """
     chex.assert_rank([hidden, asked.tokens], [3, 2])
     chex.assert_equal_shape([asked.tokens, asked.previous, asked.mask, asked.temperature])
@@ -132,7 +134,8 @@ def packed_stats(
     count = -(-mask.sum(1).max() // width)
     used = jnp.where(chunked(mask)[..., None], chunked(hidden, before), 0.0)
     values = values or partial(_values_of, head)
-    stats: Any = _head_stats(head, values, has_entropy_gradient, used, weight, (about, count))
+    cast = weight.astype(dtype or weight.dtype)
+    stats: Any = _head_stats(head, values, has_entropy_gradient, used, weight, cast, (about, count))
     back = jnp.argsort(order, axis=1)
 
     def restored(x: Array) -> Array:
@@ -156,9 +159,11 @@ def _head_stats(
     has_entropy_gradient: bool,
     hidden: Float[Array, "c n D"],
     weight: Array,
+    cast: Array,
     chunks: Chunks,
 ) -> TokenStats:
-    return _head_forward(head, values, has_entropy_gradient, hidden, weight, chunks)[0]
+    """Returns the statistics, (c, n); `cast`: the weight as products read it, which gets no gradient."""
+    return _head_forward(head, values, has_entropy_gradient, hidden, weight, cast, chunks)[0]
 
 
 def _values_of(
@@ -168,33 +173,41 @@ def _values_of(
 
 
 def _head_forward(
-    head: Head, values: Values, has_entropy_gradient: bool, hidden: Array, weight: Array, chunks: Chunks
+    head: Head,
+    values: Values,
+    has_entropy_gradient: bool,
+    hidden: Array,
+    weight: Array,
+    cast: Array,
+    chunks: Chunks,
 ) -> tuple[TokenStats, tuple]:
     about, count = chunks
+    like = jnp.empty(0, weight.dtype)
 
     def one_chunk(i: Array, stats: TokenStats) -> TokenStats:
-        here = values(weight, hidden[i], *jax.tree.map(lambda x: x[i], about))
+        here = values(cast.astype(like.dtype), hidden[i], *jax.tree.map(lambda x: x[i], about))
         return TokenStats(*(x.at[i].set(now) for x, now in zip(stats, here, strict=True)))
 
     zeros = jnp.zeros(hidden.shape[:2], _wide(hidden))
     with jax.named_scope("head_chunks"):
         stats = jax.lax.fori_loop(0, count, one_chunk, TokenStats(zeros, zeros, zeros))
-    return stats, (hidden, weight, chunks, stats.logp)
+    return stats, (hidden, like, cast, chunks, stats.logp)
 
 
 def _head_backward(
     head: Head, values: Values, has_entropy_gradient: bool, kept: tuple, slopes: TokenStats
-) -> tuple[Array, Array, None]:
+) -> tuple[Array, Array, None, None]:
     """Returns the gradients with respect to `hidden` and `weight`; recomputes the logits of each chunk.
 
     `kept` are the results that the forward pass stored, `slopes` the gradients with respect to the
     statistics.
     """
-    hidden, weight, (about, count), logp = kept
+    hidden, like, cast, (about, count), logp = kept
 
     def one_chunk(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         of_hidden, of_weight = sums
-        logits, pull = jax.vjp(head, weight, hidden[i])
+        # XLA drops a cast to more bits and back, so the products read `cast` itself.
+        logits, pull = jax.vjp(head, cast.astype(like.dtype), hidden[i])
         tokens, temperature, support = jax.tree.map(lambda x: x[i], about)
         if support is None and not has_entropy_gradient:
             of_logits = _slope_of_logits(logits, tokens, temperature, logp[i], slopes.logp[i])
@@ -206,10 +219,10 @@ def _head_backward(
         return of_hidden.at[i].set(here), of_weight + more_weight.astype(of_weight.dtype)
 
     # The weight's gradient is summed over chunks in float32, also for bfloat16 weights.
-    start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, _wide(weight)))
+    start = (jnp.zeros_like(hidden), jnp.zeros(cast.shape, _wide(like)))
     with jax.named_scope("head_chunks"):
         of_hidden, of_weight = jax.lax.fori_loop(0, count, one_chunk, start)
-    return of_hidden, of_weight.astype(weight.dtype), None
+    return of_hidden, of_weight.astype(like.dtype), None, None
 
 
 _head_stats.defvjp(_head_forward, _head_backward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
@@ -22,6 +23,14 @@ def plan(
     target: Annotated[
         str, typer.Option("--target", help="The devices: h100, h100x8, h200xN, a100-80xN, ..., v5e-8, v5p-8.")
     ],
+    program: Annotated[
+        str | None,
+        typer.Option(
+            "--bytes",
+            metavar="PROGRAM",
+            help="Compile one program only, as trainer.accumulate, and name what moves 90 % of its bytes.",
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Compile a recipe for GPUs or TPUs that are not there: memory, bounds on speed, and what to change."""
@@ -34,8 +43,15 @@ def plan(
     os.environ.update(environment(os.environ.get("XLA_FLAGS", "")))
     from areal_jax.config.loading import load_config
     from areal_jax.plan import planning
+    from areal_jax.types import ArealError
 
     config = load_config(*words)
+    if program is not None:
+        if missing := missing_extra(machine.target):
+            raise ArealError(f"--bytes: {missing}")
+        moved = planning.largest_traffic(config, machine, program, progress)
+        show(moved, json, lambda: _print_traffic(moved))
+        return
     if missing := missing_extra(machine.target):
         resident = planning.memory_only(config, machine)
         if not json:
@@ -79,6 +95,44 @@ def _print(figures: Mapping[str, Any]) -> None:
     print_table(columns, rows, max(110, Console().width), padding=(0, 1, 0, 0))
     for line in (*_details(figures), "", *_summary(figures)):
         typer.echo(line)
+
+
+def _print_traffic(figures: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Column
+
+    whole = figures["bytes"]
+    unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
+    typer.echo(
+        f"a call of {figures['program']} moves {whole / size:.1f} {unit} on each of {figures['devices']} "
+        f"devices; what moves {figures['named_bytes'] / whole:.0%} of it (a row leaves out arrays below 1 %):"
+    )
+    numbers = (Column(name, justify="right") for name in (unit, "%", "times"))
+    rows = [
+        (
+            f"{one['bytes'] / size:.2f}", f"{100 * one['bytes'] / whole:.1f}", f"{one['times']:,.0f}",
+            _arrays(one, "reads"), _arrays(one, "writes"), _origin(one),
+        )
+        for one in figures["traffic"]
+    ]  # fmt: skip
+    columns = (*numbers, "reads", "writes", Column("operation, line", overflow="fold"))
+    print_table(columns, rows, max(150, Console().width), padding=(0, 1, 0, 0))
+
+
+def _arrays(one: Mapping[str, Any], side: str) -> str:
+    least = 0.01 * one["bytes"] / one["times"]
+    found = Counter((of["array"], of["bytes"]) for of in one[side] if of["bytes"] >= least)
+    return "\n".join(
+        f"{f'{count} x ' if count > 1 else ''}{array} {size / 1e6:,.2f} MB"
+        for (array, size), count in found.items()
+    )
+
+
+def _origin(one: Mapping[str, Any]) -> str:
+    """Returns the named scopes and the operation without jax's own, and the line of the code."""
+    own = re.sub(r"\b(jit\([^/]*\)|while|body|closed_call|shard_map)/", "", one["operation"])
+    line = one["line"].rpartition("areal_jax/")[2]
+    return " ".join(part for part in (own or one["opcode"], line) if part)
 
 
 def _details(figures: Mapping[str, Any]) -> list[str]:

@@ -82,6 +82,11 @@ class ModelSettings(Section):
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the inputs of matrix products. Accumulation, norms and log-probs are always float32."""
+    activations: Literal["float32", "bfloat16"] = "float32"
+    """dtype that the matrix products of the layers write. bfloat16 moves fewer bytes on a GPU and needs
+    model.dtype=bfloat16; the log-probs of generator and trainer then differ by about 1.5 times as much. The
+    residual stream, logits and gradients are always float32.
+    """
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters (LoRA): small trained matrices beside frozen ones."""
     quantize: Literal["none", "int8", "int4", "nf4"] = "none"

@@ -221,6 +221,11 @@ def _impossible(c: Config) -> Iterator[str]:
 
 def _impossible_trainer(c: Config) -> Iterator[str]:
     g, a, t = c.generation, c.algorithm, c.trainer
+    if c.model.activations == "bfloat16" and (c.model.dtype == "float32" or t.numerics == "exact"):
+        yield (
+            f"model.activations=bfloat16 with model.dtype={c.model.dtype}, trainer.numerics={t.numerics}: it "
+            "needs model.dtype=bfloat16 and trainer.numerics=bounded; set model.activations=float32"
+        )
     if t.numerics == "exact":
         yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)
         if t.compute != "packed":

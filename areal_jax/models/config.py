@@ -73,6 +73,10 @@ class ModelConfig:
 
     float64 is for tests: it needs dtype=float64, and JAX's option jax_enable_x64.
     """
+    rounds_activations: bool = False
+    """Whether the inputs and results of the layers' products are rounded to `dtype`, so that fewer bytes are
+    moved. The residual stream, norms, softmax, logits and gradients of weights stay in `accumulate`.
+    """
     lora: Lora | None = None
     """LoRA adapters of the projections; None: the model has no adapters."""
     quantize: str = "none"  # none | int8 | int4 | nf4 | fp8
@@ -84,6 +88,11 @@ class ModelConfig:
     """
     params_dtype: str = "float32"
     """dtype in which parameters are published; every forward pass rounds float32 parameters to this dtype."""
+
+    @property
+    def activations(self) -> str:
+        """dtype of what the layers' products read and write: their inputs and results."""
+        return self.dtype if self.rounds_activations else self.accumulate
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):

@@ -20,42 +20,50 @@ def sum_dtype(x: Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def product(x: Float[Array, "n I"], weight: Array, dtype: str, axis: int = 0) -> Float[Array, "n O"]:
-    """Returns x @ weight, of operands cast to `dtype`: float64 if `dtype` is float64, else float32.
+def product(
+    x: Float[Array, "n I"], weight: Array, dtype: str, axis: int = 0, result: str = "float32"
+) -> Float[Array, "n O"]:
+    """Returns x @ weight, of operands cast to `dtype`: float64 if `dtype` is float64, else `result`.
 
-    `axis`: that of the inputs in the weight, which is (I, O), or (O, I) with axis 1.
+    `axis`: that of the inputs in the weight, which is (I, O), or (O, I) with axis 1. `result`: float32, or
+    `dtype`, to which each float32 sum is then rounded. The gradient with respect to x has the dtype of x.
     """
     if dtype in ("float32", "float64"):
         return _sum(x.astype(dtype), weight.astype(dtype), 1, axis)
-    return _reduced(x, weight, dtype, axis, (x.dtype, weight.dtype))
+    return _reduced(x, weight, dtype, axis, result, (x.dtype, weight.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _reduced(x: Array, weight: Array, dtype: str, axis: int, kinds: Any) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _reduced(x: Array, weight: Array, dtype: str, axis: int, result: str, kinds: Any) -> Array:
     """Returns `product` with the backward pass of this module; `kinds`: the dtypes of x and weight."""
-    return _forward(x, weight, dtype, axis, kinds)[0]
+    return _forward(x, weight, dtype, axis, result, kinds)[0]
 
 
-def _forward(x: Array, weight: Array, dtype: str, axis: int, kinds: Any) -> tuple[Array, tuple]:
+def _forward(x: Array, weight: Array, dtype: str, axis: int, result: str, kinds: Any) -> tuple[Array, tuple]:
     read = x.astype(dtype), weight.astype(dtype)
-    return _sum(*read, 1, axis), read
+    return _sum(*read, 1, axis, result), read
 
 
-def _backward(dtype: str, axis: int, kinds: Any, kept: tuple, slope: Array) -> tuple[Array, Array]:
+def _backward(
+    dtype: str, axis: int, result: str, kinds: Any, kept: tuple, slope: Array
+) -> tuple[Array, Array]:
     """Returns the gradients with respect to x and weight.
 
     `kept`: x and weight as the forward pass read them; `slope`: the gradient with respect to the result.
     """
     (x, weight), slope = kept, slope.astype(dtype)
-    of_x = _sum(slope, weight, 1, 1 - axis)
+    of_x = _sum(slope, weight, 1, 1 - axis, kinds[0])
     of_weight = _sum(x, slope, 0, 0) if axis == 0 else _sum(slope, x, 0, 0)
-    return of_x.astype(kinds[0]), of_weight.astype(kinds[1])
+    return of_x, of_weight.astype(kinds[1])
 
 
 _reduced.defvjp(_forward, _backward)
 
 
-def _sum(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """Returns left times right, two arrays of one dtype, summed over the two axes in `sum_dtype`."""
+def _sum(left: Array, right: Array, left_axis: int, right_axis: int, result: Any = None) -> Array:
+    """Returns left times right, two arrays of one dtype, summed over the two axes in `sum_dtype`.
+
+    `result`: the dtype to which the sums are rounded; None: `sum_dtype`.
+    """
     numbers = (((left_axis,), (right_axis,)), ((), ()))
-    return jax.lax.dot_general(left, right, numbers, preferred_element_type=sum_dtype(left))
+    return jax.lax.dot_general(left, right, numbers, preferred_element_type=result or sum_dtype(left))

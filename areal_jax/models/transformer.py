@@ -3,8 +3,8 @@
 The trainer's packed forward, the generator's prefill and its decode step call the same `Transformer` with
 different kinds of `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms,
 rotary embeddings and softmax are in `config.accumulate`, float32 except in tests; matrix products read
-`config.dtype` and accumulate in `config.accumulate`. Each parameter is declared with its shape, initializer
-and logical axis names, which `parallel.mesh` maps onto devices.
+`config.dtype`, accumulate in `config.accumulate` and write `config.activations`. Each parameter is declared
+with its shape, initializer and logical axis names, which `parallel.mesh` maps onto devices.
 """
 
 from __future__ import annotations
@@ -132,15 +132,18 @@ FEWEST_ROWS = 8
 """bfloat16 products are padded to this many rows: for fewer, XLA's CPU kernel is several times slower."""
 
 
-def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) -> Float[Array, "... O"]:
+def project(
+    x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str, result: str = "float32"
+) -> Float[Array, "... O"]:
     """Returns x @ weight as `products.product` computes it; the output axes are flattened to one.
 
     Both operands are reshaped to two dimensions, as fast CPU kernels require.
     """
     if isinstance(weight, FeatureMajor):
-        return weight.product(x, dtype)
+        out = weight.product(x, dtype)
+        return out if dtype in ("float32", "float64") else out.astype(result)
     flat = weight.reshape(x.shape[-1], -1)
-    out = product(x.reshape(-1, x.shape[-1]), flat, dtype)
+    out = product(x.reshape(-1, x.shape[-1]), flat, dtype, result=result)
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -195,11 +198,12 @@ class Projections(nnx.Module):
     def projected(self, name: str, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """Returns x W, plus (alpha / rank) (x a) b if W has an adapter; `project` computes each product."""
         c = self.config
-        out = project(x, self.matrix(name), c.dtype)
+        by = partial(project, dtype=c.dtype, result=c.activations)
+        out = by(x, self.matrix(name))
         if c.lora is None or name not in c.lora.names:
             return out
         adapter = getattr(self, f"{name}_lora")
-        return out + c.lora.scale * project(project(x, adapter.a[...], c.dtype), adapter.b[...], c.dtype)
+        return out + c.lora.scale * by(by(x, adapter.a[...]), adapter.b[...])
 
 
 class SelfAttention(Projections):
@@ -224,7 +228,10 @@ class SelfAttention(Projections):
 
     def queries_keys_values(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         c = self.config
-        q, k, v = (self.projected(name, x).reshape(*x.shape[:-1], -1, c.head_dim) for name in "qkv")
+        q, k, v = (
+            self.projected(name, x).reshape(*x.shape[:-1], -1, c.head_dim).astype(c.accumulate)
+            for name in "qkv"
+        )
         if c.has_qkv_bias:
             q, k, v = (
                 x + getattr(self, f"{name}_bias")[...] for x, name in zip((q, k, v), "qkv", strict=True)
@@ -233,10 +240,13 @@ class SelfAttention(Projections):
             q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
         frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.accumulate)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
-        return q, k.astype(c.dtype), v.astype(c.dtype)
+        return q.astype(c.activations), k.astype(c.dtype), v.astype(c.dtype)
 
     def mixed(self, attended: Float[Array, "B T H h"]) -> Float[Array, "B T D"]:
-        return self.projected("out", attended.reshape(*attended.shape[:-2], -1))
+        flat = attended.reshape(*attended.shape[:-2], -1)
+        return self.projected(
+            "out", flat.astype(self.config.dtype) if self.config.rounds_activations else flat
+        )
 
 
 class GatedMLP(Projections):
@@ -250,8 +260,9 @@ class GatedMLP(Projections):
         self.add(rngs, "down", (c.mlp_width, c.width), ("mlp", "embed"), scale)
 
     def __call__(self, x: Array) -> Array:
-        gated = jax.nn.silu(self.projected("gate", x)) * self.projected("up", x)
-        return self.projected("down", gated)
+        c = self.config
+        gate, up = (self.projected(name, x).astype(c.accumulate) for name in ("gate", "up"))
+        return self.projected("down", (jax.nn.silu(gate) * up).astype(c.activations))
 
 
 class Block(nnx.Module):
@@ -274,13 +285,15 @@ class Block(nnx.Module):
 
     def before(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Returns the queries, keys and values of the tokens in `x`, each computed from its token alone."""
-        normed = rms_norm(x, self.attention_norm[...], self.config.norm_eps)
-        return self.attention.queries_keys_values(normed, positions)
+        return self.attention.queries_keys_values(self._normed(x, self.attention_norm), positions)
 
     def after(self, x: Array, attended: Array) -> Array:
         """Returns `x` plus the projected attention output `attended`, plus the MLP's result for that sum."""
         x = x + self.attention.mixed(attended)
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.norm_eps))
+        return x + self.mlp(self._normed(x, self.mlp_norm))
+
+    def _normed(self, x: Array, scale: nnx.Param) -> Array:
+        return rms_norm(x, scale[...], self.config.norm_eps).astype(self.config.activations)
 
 
 class Transformer(nnx.Module):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,14 +69,38 @@ class Collective:
         return self.bytes * factor
 
 
+class Moved(NamedTuple):
+    array: str
+    """dtype and shape, as "bf16[8,1536]"."""
+    bytes: float
+    """What is read or written of it."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one launch of a kernel moves; kernels that move the same for the same operation are equal."""
+
+    opcode: str
+    operation: str
+    """`Instruction.operation`."""
+    line: str
+    """`Module.line`."""
+    reads: tuple[Moved, ...]
+    writes: tuple[Moved, ...]
+
+    @property
+    def bytes(self) -> float:
+        return sum(one.bytes for one in (*self.reads, *self.writes))
+
+
 @dataclass
 class Costs:
     """One call of a program on one device."""
 
     flops: Counter[str] = field(default_factory=Counter)
     """dtype of the operands of matrix products -> FLOPs; "f32 highest" at jax's precision "highest"."""
-    bytes: float = 0.0
-    """Bytes read from and written to device memory."""
+    traffic: Counter[Traffic] = field(default_factory=Counter)
+    """What kernels read from and write to device memory -> number of launches."""
     host_bytes: float = 0.0
     """Bytes moved between the device and the host's memory."""
     collectives: Counter[Collective] = field(default_factory=Counter)
@@ -89,10 +114,10 @@ class Costs:
 
     def add(self, other: Costs, times: float = 1) -> None:
         """Add `other`, `times` over; loops and conditionals count once, as in the text."""
-        self.bytes += times * other.bytes
         self.host_bytes += times * other.host_bytes
         for mine, theirs in (
             (self.flops, other.flops),
+            (self.traffic, other.traffic),
             (self.collectives, other.collectives),
             (self.kernels, other.kernels),
         ):
@@ -100,6 +125,21 @@ class Costs:
                 mine[key] += times * count  # pyright: ignore[reportArgumentType, reportCallIssue]
         self.dynamic_loops += other.dynamic_loops
         self.conditionals += other.conditionals
+
+    @property
+    def bytes(self) -> float:
+        """Bytes read from and written to device memory."""
+        return sum(one.bytes * count for one, count in self.traffic.items())
+
+    def largest_traffic(self, share: float) -> list[tuple[Traffic, float]]:
+        """Returns what moves most, with its launches, until `share` of all bytes are moved."""
+        found, left = [], share * self.bytes
+        for one, times in sorted(self.traffic.items(), key=lambda item: -item[0].bytes * item[1]):
+            if left <= 0:
+                break
+            found.append((one, times))
+            left -= one.bytes * times
+        return found
 
     @property
     def sent(self) -> float:
@@ -126,7 +166,7 @@ def written(module: Module, at_least: int) -> list[str]:
     found = []
     for computation in _executed(module):
         for one in computation:
-            whole = [size for size in _writes(module, one) if size >= at_least]
+            whole = [moved for moved in _writes(module, one) if moved.bytes >= at_least]
             if one.opcode not in FREE and not one.opcode.endswith("-done") and whole:
                 found.append(f"{one.name}: {one.opcode}")
     return found
@@ -178,19 +218,19 @@ class _Counter:
         elif kind in COLLECTIVES:
             self._communicate(computation, one, own)
         elif one.opcode == "custom-call":
-            if _custom(computation, one, own, self._assumed):
+            if _custom(self._module, computation, one, own, self._assumed):
                 return own
         else:
             _multiply(computation, one, own)
         if one.opcode not in FREE and not one.opcode.endswith("-done"):
-            own.bytes += sum(_reads(self._module, computation, one)) + sum(_writes(self._module, one))
+            moved = _reads(self._module, computation, one), _writes(self._module, one)
+            own.traffic[_traffic(self._module, one, *moved)] += 1
             own.host_bytes += _to_or_from_host(computation, one)
         return own
 
     def _assumed_trips(self, one: Instruction) -> int:
         """Returns the trips assumed for the innermost of the named scopes that the loop is in."""
-        found = re.search(r'op_name="([^"]*)"', one.attributes)
-        scopes = found[1] if found else ""
+        scopes = one.operation
         at = {name: scopes.rfind(name) for name in self._assumed.trips if name in scopes}
         return self._assumed.trips[max(at, key=lambda name: at[name])] if at else 1
 
@@ -206,7 +246,7 @@ class _Counter:
             conditionals=1 + sum(branch.conditionals for branch in branches),
         )
         total.add(Costs(
-            taken.flops, taken.bytes, taken.host_bytes, taken.collectives, taken.kernels
+            taken.flops, taken.traffic, taken.host_bytes, taken.collectives, taken.kernels
         ))  # fmt: skip
         return total
 
@@ -302,7 +342,7 @@ def _speed(left: Array, right: Array, one: Instruction) -> str:
     return "f32 highest" if dtype == "f32" and is_highest else dtype
 
 
-def _custom(computation: Computation, one: Instruction, own: Costs, assumed: Assumed) -> bool:
+def _custom(module: Module, computation: Computation, one: Instruction, own: Costs, assumed: Assumed) -> bool:
     """Add a custom call: a product by cuBLAS, one of our kernels, or one that only marks its operands.
 
     Returns whether its traffic is counted: that of a product is not.
@@ -323,13 +363,14 @@ def _custom(computation: Computation, one: Instruction, own: Costs, assumed: Ass
     # Two products in the forward pass, five in the backward pass.
     products = 5 if "bwd" in kernel or "ackward" in kernel else 2
     own.flops[queries.dtype] += int(2 * products * queries.size * assumed.keys)
+    reads = [Moved(str(x), x.bytes) for x in operands]
     if "paged" in kernel:  # it reads what the tables list, not the pool
         layers, count, _, page_tokens, _ = operands[1].shape
-        pools = [x for x in operands[1:] if x.shape[:4] == operands[1].shape[:4]]  # of numbers and of scales
-        of_token = sum(x.bytes for x in pools) / (layers * count * page_tokens)
-        own.bytes += queries.shape[0] * assumed.context * of_token
-        operands = [x for x in operands if x not in pools]
-    own.bytes += sum(array.bytes for array in (*operands, *one.arrays))
+        listed = queries.shape[0] * assumed.context / (layers * count * page_tokens)
+        for at, x in enumerate(operands[1:], 1):
+            if x.shape[:4] == operands[1].shape[:4]:  # of numbers and of scales
+                reads[at] = Moved(str(x), x.bytes * listed)
+    own.traffic[_traffic(module, one, reads, [Moved(str(x), x.bytes) for x in one.arrays])] += 1
     return True
 
 
@@ -347,20 +388,25 @@ def kernel_name(one: Instruction) -> str | None:
 # --- traffic ------------------------------------------------------------------------------------------------
 
 
-def _reads(module: Module, computation: Computation, one: Instruction) -> list[int]:
-    """Returns the bytes that one kernel reads of each operand in device memory."""
+def _traffic(module: Module, one: Instruction, reads: Iterable[Moved], writes: Iterable[Moved]) -> Traffic:
+    some = [tuple(moved for moved in part if moved.bytes) for part in (reads, writes)]
+    return Traffic(one.opcode, one.operation, module.line(one), *some)
+
+
+def _reads(module: Module, computation: Computation, one: Instruction) -> list[Moved]:
+    """Returns what one kernel reads of each operand in device memory."""
     operands = computation.operands(one)
     if one.opcode in FUSIONS:
         inner = module.called(one)[0]
         return [
-            _read_inside(inner, parameter, _device_bytes(operand))
+            Moved(_text(operand), _read_inside(inner, parameter, _device_bytes(operand)))
             for parameter, operand in zip(inner.parameters, operands, strict=False)
         ]
     if one.opcode in SLICES:
-        return [_device_bytes(one), *map(_device_bytes, operands[1:])]
-    if one.opcode in ("dynamic-update-slice", "scatter"):
-        return [0, *map(_device_bytes, operands[1:])]
-    return [_device_bytes(operand) for operand in operands]
+        operands = [one, *operands[1:]]
+    elif one.opcode in ("dynamic-update-slice", "scatter"):
+        operands = operands[1:]
+    return [Moved(_text(operand), _device_bytes(operand)) for operand in operands]
 
 
 def _read_inside(inner: Computation, parameter: Instruction, whole: int) -> int:
@@ -378,33 +424,36 @@ def _read_inside(inner: Computation, parameter: Instruction, whole: int) -> int:
     return min(total, whole)
 
 
-def _writes(module: Module, one: Instruction) -> list[int]:
-    """Returns the bytes that one kernel writes, for each array of its result in device memory."""
+def _writes(module: Module, one: Instruction) -> list[Moved]:
+    """Returns what one kernel writes, for each array of its result in device memory."""
     if one.opcode in FUSIONS:
         inner = module.called(one)[0]
         return _written_inside(inner, inner.root)
     if one.opcode in ("dynamic-update-slice", "scatter"):
-        return [0]  # in place; the update's bytes were read, and are as many
+        return []  # in place; the update's bytes were read, and are as many
     arrays, count = one.arrays, len(one.operands)
     if one.opcode == "copy-start":  # (result, operand, context)
         arrays = arrays[:1]
     elif one.opcode.endswith("-start") and len(arrays) > count:  # (operands, results, context)
         arrays = arrays[count : 2 * count]
-    return [array.bytes for array in arrays if not array.space]
+    return [Moved(str(array), array.bytes) for array in arrays if not array.space]
 
 
-def _written_inside(inner: Computation, root: Instruction) -> list[int]:
+def _written_inside(inner: Computation, root: Instruction) -> list[Moved]:
     if root.opcode == "tuple":
-        return [size for part in inner.operands(root) for size in _written_inside(inner, part)]
+        return [moved for part in inner.operands(root) for moved in _written_inside(inner, part)]
     if root.opcode in SAME and inner.operands(root):
         source = inner.operands(root)[0]
         if source.opcode in ("dynamic-update-slice", "scatter"):
             return _written_inside(inner, source)
-    if root.opcode == "dynamic-update-slice":
-        return [inner.operands(root)[1].bytes]
-    if root.opcode == "scatter":
-        return [inner.operands(root)[2].bytes]
-    return [array.bytes for array in root.arrays if not array.space]
+    if root.opcode in ("dynamic-update-slice", "scatter"):
+        update = inner.operands(root)[1 if root.opcode == "dynamic-update-slice" else 2]
+        return [Moved(_text(update), update.bytes)]
+    return [Moved(str(array), array.bytes) for array in root.arrays if not array.space]
+
+
+def _text(one: Instruction) -> str:
+    return " ".join(map(str, one.arrays))
 
 
 def _device_bytes(one: Instruction) -> int:

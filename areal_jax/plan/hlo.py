@@ -24,6 +24,8 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%([\w.\-]+)"
     r"|(?:branch_computations|called_computations)=\{([^}]*)\}"
 )
+_TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$", re.MULTILINE)
+_ROW = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$", re.MULTILINE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -42,6 +44,9 @@ class Array:
     def bytes(self) -> int:
         bits = BITS.get(self.dtype, 8 if self.dtype.startswith("f8") else 0)
         return -(-self.size * bits // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 def arrays_of(text: str) -> tuple[Array, ...]:
@@ -74,6 +79,12 @@ class Instruction:
     @property
     def bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
+
+    @property
+    def operation(self) -> str:
+        """The named scopes and the JAX operation that it comes from, parted by slashes; "" if XLA adds it."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
 
     @cached_property
     def called(self) -> tuple[str, ...]:
@@ -133,6 +144,13 @@ class Computation:
 class Module:
     computations: Mapping[str, Computation]
     entry: Computation
+    lines: Mapping[int, str] = field(default_factory=dict)
+    """Number of a stack frame -> path and line, as "/home/me/model.py:12"."""
+
+    def line(self, instruction: Instruction) -> str:
+        """Returns the path and line of the Python code that the instruction comes from; "" if unknown."""
+        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        return self.lines.get(int(found[1]), "") if found else ""
 
     def called(self, instruction: Instruction) -> list[Computation]:
         return [self.computations[name] for name in instruction.called]
@@ -177,7 +195,23 @@ def parse(text: str) -> Module:
             current.instructions[one.name] = one
     if entry is None:
         raise ValueError("the text is no HLO module: it has no line that begins with ENTRY")
-    return Module(computations, entry)
+    return Module(computations, entry, _lines(text))
+
+
+def _lines(text: str) -> dict[int, str]:
+    """Returns `Module.lines`, from the tables before the first computation; {} if there are none."""
+    _, *parts = _TABLES.split(text.partition("\n%")[0])
+    tables = {name: _ROW.findall(rows) for name, rows in zip(parts[::2], parts[1::2], strict=True)}
+
+    def fields(name: str) -> dict[str, dict[str, str]]:
+        return {key: dict(pair.split("=") for pair in row.split()) for key, _, row in tables.get(name, ())}
+
+    files = {key: path for key, path, _ in tables.get("FileNames", ())}
+    places = {
+        key: f"{files.get(row['file_name_id'], '')}:{row['line']}"
+        for key, row in fields("FileLocations").items()
+    }
+    return {int(key): places[row["file_location_id"]] for key, row in fields("StackFrames").items()}
 
 
 def _instruction(line: str) -> Instruction:

@@ -46,15 +46,6 @@ def plan(config: Config, machine: Machine, note: Callable[[str], None]) -> dict[
     devices, or a program does not compile.
     """
     recipe = open_recipe(config, absent_devices(machine))
-
-    precision = gpu_environment(config).get(PRECISION) if machine.target.is_gpu else None
-
-    def compiled(one: RecipeProgram) -> PlannedProgram:
-        with jax.default_matmul_precision(precision):  # as in a run
-            found = plan_program(one, machine.target)
-        note(f"{found.role} {found.name}: compiled in {found.compile_s:.1f} s")
-        return found
-
     # `accumulate` contains `begin`, and a TPU's compiler takes minutes for either.
     wanted = [
         one
@@ -63,7 +54,7 @@ def plan(config: Config, machine: Machine, note: Callable[[str], None]) -> dict[
         if one.name != "begin" or one.calls or machine.target.is_gpu
     ]
     with ThreadPoolExecutor(min(MOST_THREADS, usable_cores())) as pool:
-        programs = list(pool.map(compiled, wanted))
+        programs = list(pool.map(lambda one: _compiled(one, config, machine, note), wanted))
     judged = verdicts(recipe, programs, machine)
     return {
         "target": machine.target.name,
@@ -79,6 +70,54 @@ def plan(config: Config, machine: Machine, note: Callable[[str], None]) -> dict[
         "fits": all(one.fits for one in judged),
         "speed": dataclasses.asdict(speed(recipe, programs, machine.target)),
         "version": dataclasses.asdict(version_cost(recipe, programs, machine.target)),
+    }
+
+
+def _compiled(
+    one: RecipeProgram, config: Config, machine: Machine, note: Callable[[str], None]
+) -> PlannedProgram:
+    precision = gpu_environment(config).get(PRECISION) if machine.target.is_gpu else None
+    with jax.default_matmul_precision(precision):  # as in a run
+        found = plan_program(one, machine.target)
+    note(f"{found.role} {found.name}: compiled in {found.compile_s:.1f} s")
+    return found
+
+
+NAMED_SHARE = 0.9
+"""`largest_traffic` names what moves this share of a program's bytes."""
+
+
+def largest_traffic(
+    config: Config, machine: Machine, program: str, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """Returns what moves most bytes in one call of a program on one device, as plain values for JSON.
+
+    `program`: a role and a program's name, as "trainer.accumulate"; a space in it may be written "_". Equal
+    kernels are one entry; entries end where they move NAMED_SHARE of all bytes. Raises ArealError if the
+    recipe has no such program, and as `plan` does.
+    """
+    recipe = open_recipe(config, absent_devices(machine))
+    programs = {f"{one.role}.{one.name}": one for side in recipe.sides for one in side.programs}
+    wanted = next((name for name in programs if name.replace(" ", "_") == program.replace(" ", "_")), None)
+    if wanted is None:
+        raise ArealError(
+            f"--bytes {program} is no program of the recipe; its programs: {', '.join(programs)}"
+        )
+    costs = _compiled(programs[wanted], config, machine, note).costs
+    largest = costs.largest_traffic(NAMED_SHARE)
+    entries = [
+        dataclasses.asdict(one)
+        | {name: [moved._asdict() for moved in getattr(one, name)] for name in ("reads", "writes")}
+        | {"bytes": one.bytes * times, "times": times}
+        for one, times in largest
+    ]
+    return {
+        "target": machine.target.name,
+        "devices": machine.count,
+        "program": wanted,
+        "bytes": costs.bytes,
+        "named_bytes": sum(one.bytes * times for one, times in largest),
+        "traffic": entries,
     }
 
 

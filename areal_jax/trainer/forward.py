@@ -103,6 +103,7 @@ class Forward:
                 hidden,
                 asked,
                 max(1, self.chunk // shards),
+                dtype=model.config.dtype,
                 has_entropy_gradient=self.has_entropy_gradient,
                 values=None if model.config.numerics == "bounded" else self._values,
             )

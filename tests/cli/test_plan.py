@@ -42,3 +42,10 @@ def test_an_unknown_target_is_one_message():
     done = CliRunner().invoke(app, ["plan", str(CONFIGS / "quickstart.yaml"), "--target", "h10"])
     assert done.exit_code == 1
     assert "error: --target h10 is unknown; did you mean h100?" in done.output
+
+
+def test_bytes_of_a_program_need_the_compiler_and_a_program_of_that_name(without_compilers: None):
+    words = ["plan", str(CONFIGS / "quickstart.yaml"), "--target", "h100"]
+    done = CliRunner().invoke(app, [*words, "--bytes", "trainer.accumulate"])
+    assert done.exit_code == 1
+    assert "error: --bytes: compiling for " in done.output and "needs the extra [cuda12]" in done.output

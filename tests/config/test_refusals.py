@@ -353,5 +353,13 @@ def test_feature_major_weights_need_one_device_per_host():
         load_config("runtime.host_tensor=2", "generation.weight_layout=feature_major")
 
 
+@pytest.mark.parametrize("other", ["model.dtype=float32", "trainer.numerics=exact"])
+def test_only_a_bfloat16_model_with_bounded_numerics_rounds_activations(other: str):
+    with pytest.raises(
+        ConfigError, match=r"model\.activations=bfloat16 with model\.dtype=.*; set model\.activations=float32"
+    ):
+        load_config("model.dtype=bfloat16", "model.activations=bfloat16", other)
+
+
 def test_exact_numerics_need_nothing_else():
     assert load_config("trainer.numerics=exact", "generation.slots=3").trainer.numerics == "exact"

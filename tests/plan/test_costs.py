@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.plan.bounds import products, seconds
-from areal_jax.plan.costs import Assumed, Collective, Costs, costs_of, group_size, written
+from areal_jax.plan.costs import Assumed, Collective, Costs, Moved, Traffic, costs_of, group_size, written
 from areal_jax.plan.hlo import arrays_of, parse
 from areal_jax.plan.targets import TARGETS
 
@@ -66,6 +66,31 @@ def test_a_slice_is_read_and_an_update_in_place_is_written_alone():
     module = compiled(lambda pool, row, i: pool.at[i].set(row), pool, row, at, donate_argnums=0)
     assert 8192 <= costs_of(module).bytes < 3 * 8192
     assert written(module, 2**22) == []
+
+
+def test_traffic_names_arrays_operation_and_line_and_the_largest_come_first():
+    """Five trips read and write 4 MB; before them 64 kB are read and a number is written."""
+
+    def five_times(x: Any, y: Any) -> Any:
+        with jax.named_scope("rounds"):
+            x = jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x), x)
+        return x, y.sum()
+
+    costs = costs_of(compiled(five_times, f32(1024, 1024), f32(128, 128)))
+    (largest, times), *others = costs.largest_traffic(0.9)
+    whole = (Moved("f32[1024,1024]", 2**22),)
+    assert (largest.reads, largest.writes, times) == (whole, whole, 5)
+    assert largest.operation.endswith("rounds/while/body/closed_call/tanh")
+    line = five_times.__code__.co_firstlineno + 2
+    assert largest.line.endswith(f"tests/plan/test_costs.py:{line}")
+    assert [(one.opcode, count) for one, count in others] in (
+        [],
+        [("copy", 1)],
+    )  # of the argument that is kept
+    every = costs.largest_traffic(1.0)
+    assert sum(one.bytes * count for one, count in every) == costs.bytes
+    (summed,) = (one for one, _ in every if one.operation.endswith("/reduce_sum"))
+    assert (summed.reads[0], summed.writes) == (Moved("f32[128,128]", 2**16), (Moved("f32[]", 4),))
 
 
 def test_what_writes_a_whole_array_is_found():
@@ -274,7 +299,8 @@ def test_products_of_a_lowered_program():
 
 
 def test_the_slowest_resource_bounds_the_time():
-    costs = Costs(Counter({"bf16": 989.4e9, "f32": 494.7e9}), bytes=3.352e9)
+    traffic = Traffic("copy", "", "", (Moved("u8[3352000000]", 3.352e9),), ())
+    costs = Costs(Counter({"bf16": 989.4e9, "f32": 494.7e9}), Counter({traffic: 1}))
     costs.collectives[Collective("all-gather", "bf16", 4_500_000, 4)] = 2
     found = seconds(costs, TARGETS["h100"])
     assert found["compute"] == pytest.approx(2e-3)

@@ -80,6 +80,15 @@ def test_every_product_reads_bfloat16_forward_and_backward(device: str, is_tied:
     assert products_of(model_of("bfloat16", is_tied=is_tied)) == {"bf16 bf16": wanted, **exceptions}
 
 
+def test_rounded_activations_leave_float32_only_where_sums_go_on():
+    """The layers' results, forward twice, and gradients of inputs are bfloat16; logits, the gradients of
+    weights and that of the hidden states before the head are float32.
+    """
+    text = lowered(model_of("bfloat16", rounds_activations=True, is_tied=False)).as_text()
+    results = re.findall(r"dot_general .*: \(tensor<[\dx]*xbf16>, .*\) -> tensor<[\dx]*x(\w+)>", text)
+    assert Counter(results) == {"bf16": 7 + 6 + 7, "f32": 7 + HEAD}
+
+
 def test_adapters_read_bfloat16_too():
     found = products_of(model_of("bfloat16", lora=Lora(4, 8.0)))
     assert found["f32 f32"] == ATTENTION and set(found) == {"f32 f32", "bf16 bf16"}
@@ -105,11 +114,16 @@ def gradient(model: Model, params: Any, tokens: np.ndarray, slopes: np.ndarray) 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(True, id="tied", marks=pytest.mark.slow), pytest.param(False, id="untied")],
+    params=[
+        pytest.param((True, False), id="tied", marks=pytest.mark.slow),
+        pytest.param((False, False), id="untied"),
+        pytest.param((False, True), id="rounded activations"),
+    ],
 )
 def case(request: pytest.FixtureRequest) -> tuple[Model, Any, np.ndarray, np.ndarray, Any]:
     """A model, parameters, tokens, the gradients of their log-probs, and the parameters' in float64."""
-    model, rng = model_of("bfloat16", is_tied=request.param), np.random.default_rng(0)
+    is_tied, rounds = request.param
+    model, rng = model_of("bfloat16", is_tied=is_tied, rounds_activations=rounds), np.random.default_rng(0)
     params, tokens = model.init(0), rng.integers(0, VOCAB, (4, 48)).astype(np.int32)
     slopes = rng.normal(size=tokens.shape).astype(np.float32)
     with jax.enable_x64(True):

@@ -40,3 +40,20 @@ def test_too_many_slots_do_not_fit_and_the_message_names_fewer():
     assert (code, figures["fits"], host["fits"]) == (1, False, False)
     assert host["peak"] > 76 * 2**30
     assert host["text"].startswith("host: does not fit (") and "generation.slots=" in host["text"]
+
+
+def test_the_bytes_of_one_program_are_named_to_nine_tenths():
+    code, figures = planned("--target", "h100x2", "model.dtype=bfloat16", "--bytes", "trainer.wire_copy")
+    assert (code, figures["program"], figures["devices"]) == (0, "trainer.wire copy", 2)
+    sizes = [one["bytes"] for one in figures["traffic"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0.9 * figures["bytes"] <= figures["named_bytes"] == sum(sizes) <= figures["bytes"]
+    largest = figures["traffic"][0]
+    moved = sum(array["bytes"] for side in ("reads", "writes") for array in largest[side])
+    assert largest["bytes"] == largest["times"] * moved
+    # Half of a float32 parameter, beside its bfloat16 copy for the hosts and the bits of its digest.
+    shapes = [one["array"] for side in ("reads", "writes") for one in largest[side]]
+    assert shapes == ["f32[2,64,256]", "u32[2,64,256]", "bf16[2,64,256]"]
+    assert moved == 2 * 64 * 256 * (4 + 4 + 2) and largest["line"].rpartition(":")[0].endswith(
+        "weights/digest.py"
+    )

@@ -52,6 +52,20 @@ def test_products_of_the_backward_pass_have_bfloat16_operands(mesh: str):
 
 
 @every_mesh
+def test_the_heads_matrix_is_cast_once_and_not_for_each_chunk(mesh: str):
+    """Over fsdp it is cast before the devices exchange it, on each one's own part."""
+    shape = "[75968,1536]" if mesh == "tensor 2" else "[151936,1536]"
+    for name in ("arrive", "begin"):
+        casts = sum(
+            times
+            for one, times in compiled(MESHES[mesh], name).costs.traffic.items()
+            if any(moved.array == f"f32{shape}" for moved in one.reads)
+            and any(moved.array == f"bf16{shape}" for moved in one.writes)
+        )
+        assert casts == (0 if mesh in SHARDED else 1), name
+
+
+@every_mesh
 def test_the_trainer_computes_attention_by_a_kernel(mesh: str):
     """Forward twice, since a layer is recomputed, and backward once."""
     assert opened(MESHES[mesh]).sides[0].attention == "cudnn"
