@@ -135,7 +135,7 @@ def packed_stats(
     used = jnp.where(chunked(mask)[..., None], chunked(hidden, before), 0.0)
     values = values or partial(_values_of, head)
     cast = weight.astype(dtype or weight.dtype)
-    stats: Any = _head_stats(head, values, has_entropy_gradient, used, weight, cast, (about, count))
+    stats: Any = _head_stats(head, values, has_entropy_gradient, used, (weight, cast), (about, count))
     back = jnp.argsort(order, axis=1)
 
     def restored(x: Array) -> Array:
@@ -158,12 +158,11 @@ def _head_stats(
     values: Values,
     has_entropy_gradient: bool,
     hidden: Float[Array, "c n D"],
-    weight: Array,
-    cast: Array,
+    weights: tuple[Array, Array],
     chunks: Chunks,
 ) -> TokenStats:
-    """Returns the statistics, (c, n); `cast`: the weight as products read it, which gets no gradient."""
-    return _head_forward(head, values, has_entropy_gradient, hidden, weight, cast, chunks)[0]
+    """Returns the statistics, (c, n). `weights`: the weight, and as products read it, without a gradient."""
+    return _head_forward(head, values, has_entropy_gradient, hidden, weights, chunks)[0]
 
 
 def _values_of(
@@ -177,11 +176,10 @@ def _head_forward(
     values: Values,
     has_entropy_gradient: bool,
     hidden: Array,
-    weight: Array,
-    cast: Array,
+    weights: tuple[Array, Array],
     chunks: Chunks,
 ) -> tuple[TokenStats, tuple]:
-    about, count = chunks
+    (about, count), (weight, cast) = chunks, weights
     like = jnp.empty(0, weight.dtype)
 
     def one_chunk(i: Array, stats: TokenStats) -> TokenStats:
@@ -196,8 +194,8 @@ def _head_forward(
 
 def _head_backward(
     head: Head, values: Values, has_entropy_gradient: bool, kept: tuple, slopes: TokenStats
-) -> tuple[Array, Array, None, None]:
-    """Returns the gradients with respect to `hidden` and `weight`; recomputes the logits of each chunk.
+) -> tuple[Array, tuple[Array, None], None]:
+    """Returns the gradients with respect to `hidden` and the weight; recomputes the logits of each chunk.
 
     `kept` are the results that the forward pass stored, `slopes` the gradients with respect to the
     statistics.
@@ -222,7 +220,7 @@ def _head_backward(
     start = (jnp.zeros_like(hidden), jnp.zeros(cast.shape, _wide(like)))
     with jax.named_scope("head_chunks"):
         of_hidden, of_weight = jax.lax.fori_loop(0, count, one_chunk, start)
-    return of_hidden, of_weight.astype(like.dtype), None, None
+    return of_hidden, (of_weight.astype(like.dtype), None), None
 
 
 _head_stats.defvjp(_head_forward, _head_backward)

@@ -145,7 +145,7 @@ class Module:
     computations: Mapping[str, Computation]
     entry: Computation
     lines: Mapping[int, str] = field(default_factory=dict)
-    """Number of a stack frame -> path and line, as "/home/me/model.py:12"."""
+    """Number of a stack frame -> path and line, as "src/model.py:12"."""
 
     def line(self, instruction: Instruction) -> str:
         """Returns the path and line of the Python code that the instruction comes from; "" if unknown."""
