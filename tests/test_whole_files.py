@@ -51,6 +51,7 @@ def distributed(folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "count"), [(0, 3), (FILES - 1, 3), (FILES - 1, 1)])
 def test_a_crashed_worker_costs_one_test(tmp_path: Path, place: int, count: int):
     """In a test that waits for all other files, the other worker has no work left, and the crashed one has

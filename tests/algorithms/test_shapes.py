@@ -62,6 +62,7 @@ def test_a_border_refuses_a_batch_that_only_broadcasts(name: str):
         jax.eval_shape(CALLS[name], wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_and_step_by_step_give_the_same(name: str):
     with jax.disable_jit():

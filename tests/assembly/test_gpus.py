@@ -85,6 +85,7 @@ print("HIGHEST" in jax.jit(jnp.dot).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).as
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "given", "is_highest"),
     [

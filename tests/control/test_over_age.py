@@ -154,6 +154,7 @@ def held(player: Player) -> int:
     return sum(isinstance(action, e.Hold) for _, _, actions in player.rows for action in actions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over_age", ["hold", "mask"])
 @pytest.mark.parametrize("strategy", ["sync", "one_step", "interruptible", "keep", "pinned"])
 def test_in_any_order_a_run_ends_restarts_no_group_for_age_and_keeps_the_bound(strategy, over_age):

@@ -144,6 +144,7 @@ def test_room_for_no_sample_is_refused(model):
         make_engine(model, kv_tokens=LENGTH - 1)
 
 
+@pytest.mark.slow
 def test_a_long_prompt_does_not_stall_the_live_ones(model, store, versions):
     """Between two decode calls at most 4 chunks for each free slot, here one: 31 tokens take 2 calls."""
     engine = make_engine(model, slots=2, prefill_chunk=4)

@@ -94,6 +94,7 @@ def made(monkeypatch):
     made.let.set()
 
 
+@pytest.mark.slow
 def test_others_go_on_while_the_program_of_a_request_is_compiled(made):
     late, first = made.ask(-1, TOP_P), made.ask(-2, PLAIN)
     made.decode()

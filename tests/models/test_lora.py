@@ -164,6 +164,7 @@ def test_taken_apart_and_put_together(params: Any):
 # --- files --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option, targets", [("qwen2", ".*"), ("llama", "q|v|down")])
 def test_adapter_on_its_base_is_the_merged_model_is_ours(option: str, targets: str, tmp_path: Path):
     """peft's formula in numpy: of each tensor W of the base's folder, W + (lora_alpha / r) lora_B lora_A."""

@@ -51,6 +51,7 @@ def by_tiles(w: np.ndarray, axis: int, tile: int, kind: str) -> np.ndarray:
     return np.moveaxis((nearest * stored).reshape(moved.shape), -1, axis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", (*KINDS, "fp8"))
 @pytest.mark.parametrize("shape, inputs", [((2, 128, 6), 1), ((2, 48, 2, 4), 1), ((2, 3, 6, 8), 2)])
 def test_each_tile_is_rounded_to_the_types_values(kind: str, shape: tuple[int, ...], inputs: int):

@@ -168,6 +168,7 @@ def test_versions_that_no_journal_knows_are_void(tmp_path, monkeypatch, untouche
     check_whole(folder, untouched)
 
 
+@pytest.mark.slow
 def test_on_a_slow_disk_a_run_starts_with_a_whole_version_and_ends_with_all_of_them_told(
     tmp_path, monkeypatch
 ):

@@ -30,6 +30,7 @@ def test_each_field_of_the_table_has_one_line():
     assert all(re.fullmatch(r"`\w+`", name) for name in FIELDS)
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_trained_row_has_a_line(trained: Path):
     rows = read_rows(trained)
     assert len(rows) == 3

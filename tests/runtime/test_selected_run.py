@@ -19,6 +19,7 @@ from tests.small_run import RECIPE, WORDS
 pytestmark = pytest.mark.all_optimizations  # the programs of other files' small runs
 
 
+@pytest.mark.slow
 def test_a_run_with_a_filter_warns_at_its_end_and_inspect_names_the_filter(tmp_path: Path):
     """Hardly any answer of the new model earns a reward, so groups with equal rewards are hard ones."""
     folder = tmp_path / "run"

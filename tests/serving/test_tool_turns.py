@@ -235,6 +235,7 @@ def checked(tokenizer: HFTokenizer, family: str, episodes: int, edits: int) -> A
     return agents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_agents_tool_turns_keep_every_token_and_each_edit_branches(folder, family):
     agents = checked(tokenizer_of(folder / family, family), family, episodes=4, edits=4)

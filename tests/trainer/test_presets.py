@@ -153,6 +153,7 @@ def gradient_of(of: Objective) -> Gradient:
     return _compiled.setdefault(repr(pieces), jax.jit(jax.grad(functools.partial(minimised, of))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_micro_batches_and_reductions_change_no_gradient(name: str):
     """Each reduction, in 1, 2 and 5 micro-batches of one minibatch, and one sequence at a time, as over a

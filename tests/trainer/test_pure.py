@@ -40,7 +40,9 @@ def moved(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf * 0.9, params)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "grpo" else []) for name in CASES]
+)
 def test_a_step_by_hand_is_the_learners(
     name: str, model: Model, params: Any, learner: MakeLearner, batch: Batch
 ):

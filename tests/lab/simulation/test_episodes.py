@@ -17,6 +17,7 @@ from areal_jax.lab.simulation.world import simulate
 from areal_jax.types import SampleId
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedules", [6, pytest.param(25, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("strategy", [*ON_UPDATE])
 def test_random_schedules_with_episodes_are_clean_and_no_tool_is_called_twice(strategy, schedules):

@@ -88,6 +88,7 @@ def other_bits_each_time(amount: float) -> Any:
 slope_across_segments = with_slope(lambda slope: slope + 1e-6 * jnp.abs(slope).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "problem"),
     [

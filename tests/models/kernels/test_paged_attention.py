@@ -163,6 +163,7 @@ def raises(q: Any, cache: KVPages, layer: Any, table: Any, lengths: Any) -> Any:
     raise NotImplementedError("no such device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "problem"),
     [
