@@ -279,6 +279,7 @@ def test_weights_read_nothing_off_the_mask(weight: Callable[..., Any], value: fl
     np.testing.assert_array_equal(weighed(weight, bad), weighed(weight, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrangement", ["rows permuted", "padded", "a sequence a row"])
 def test_weights_do_not_depend_on_where_a_sequence_lies(weight: Callable[..., Any], arrangement: str):
     """With jit and without."""

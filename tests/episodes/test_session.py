@@ -135,6 +135,7 @@ def play(rng: np.random.Generator, session: ChatSession, tokenizer: HFTokenizer,
 # --- tests --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_five_hundred_turns_of_ten_conversations_continue_exact_tokens(tokenizers, family):
     for seed in range(10):

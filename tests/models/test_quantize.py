@@ -93,6 +93,7 @@ def test_the_forward_pass_reads_codes_and_adapters(kind: str):
     assert model.parameter_count == plain.parameter_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_served_in_bfloat16_it_is_the_same_matrix(kind: str):
     """What a host multiplies by is what the trainer does, bit for bit, and codes travel as they are."""

@@ -37,6 +37,7 @@ def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

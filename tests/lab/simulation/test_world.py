@@ -61,6 +61,7 @@ def test_the_gate_alone_does_not_bound_the_maximum_but_max_token_age_does():
     assert (bound.audit.violations, bound.audit.dropped, bound.audit.trained) == ([], {}, 480)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_hold_and_mask_keep_the_bound_without_a_restart(eta):
     """Hold takes time, and mask takes tokens; restart takes both, but keeps every trained sample whole."""
