@@ -32,6 +32,11 @@ FUSIONS = ("fusion", "fusion-start")
 SLICES = ("dynamic-slice", "slice", "gather")
 SAME = ("bitcast", "reshape", "get-tuple-element")
 """Instructions whose result is (a part of) their operand's memory, inside a fusion."""
+ELEMENTWISE = frozenset((
+    "add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "exponential", "log", "rsqrt",
+    "select", "compare", "convert", "and", "or", "not",
+))  # fmt: skip
+"""Instructions of which a fusion computes only what is needed, an element from one of each operand."""
 HOST_SPACE = 5
 
 
@@ -399,7 +404,7 @@ def _reads(module: Module, computation: Computation, one: Instruction) -> list[M
     if one.opcode in FUSIONS:
         inner = module.called(one)[0]
         return [
-            Moved(_text(operand), _read_inside(inner, parameter, _device_bytes(operand)))
+            Moved(_text(operand), _device_bytes(operand) * _share_read(inner, parameter))
             for parameter, operand in zip(inner.parameters, operands, strict=False)
         ]
     if one.opcode in SLICES:
@@ -409,19 +414,20 @@ def _reads(module: Module, computation: Computation, one: Instruction) -> list[M
     return [Moved(_text(operand), _device_bytes(operand)) for operand in operands]
 
 
-def _read_inside(inner: Computation, parameter: Instruction, whole: int) -> int:
-    """Returns the bytes of a fusion's parameter that it reads; `whole`: all of its bytes."""
-    total = 0
-    for user in inner.users[parameter.name]:
-        if user.opcode in SLICES and user.operands[0] == parameter.name:
-            total += user.bytes
-        elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == parameter.name:
+def _share_read(inner: Computation, one: Instruction) -> float:
+    """Returns the share of the elements of `one`, an array inside of a fusion, that the fusion needs."""
+    total = 0.0
+    for user in inner.users[one.name]:
+        is_first = user.operands[0] == one.name
+        if user.opcode in SLICES and is_first:
+            total += user.arrays[0].size / max(1, one.arrays[0].size)
+        elif user.opcode in ("dynamic-update-slice", "scatter") and is_first:
             total += 0  # updated in place
-        elif user.opcode in SAME:
-            total += _read_inside(inner, user, whole)
+        elif (user.opcode in SAME or user.opcode in ELEMENTWISE) and not user.is_root:
+            total += _share_read(inner, user)
         else:
-            return whole
-    return min(total, whole)
+            return 1.0
+    return min(total, 1.0)
 
 
 def _writes(module: Module, one: Instruction) -> list[Moved]:

@@ -174,6 +174,22 @@ def test_a_fusion_that_is_not_waited_for_moves_as_many_bytes():
     assert costs_of(begun).bytes == costs_of(waited).bytes == 2 * 2 * 896 + 4
 
 
+def test_numbers_that_a_fusion_picks_are_read_alone():
+    """Of 1024 x 1024 numbers that it scales, one in each of 64 rows; where it also sums them, all."""
+    picks = """%picks (p: f32[1024,1024], at: s32[64,2]) -> f32[64] {
+      %p = f32[1024,1024]{1,0} parameter(0)
+      %at = s32[64,2]{1,0} parameter(1)
+      %scaled = f32[1024,1024]{1,0} multiply(%p, %p)
+      ROOT %some = f32[64]{0} gather(%scaled, %at), offset_dims={}, slice_sizes={1,1}
+    }
+    """
+    given = "%p = f32[1024,1024]{1,0} parameter(0)", "%at = s32[64,2]{1,0} parameter(1)"
+    one = "ROOT %row = f32[64]{0} fusion(%p, %at), calls=%picks"
+    assert costs_of(module_of(*given, one, more=picks)).bytes == 4 * (64 + 64 * 2 + 64)
+    also = "%sums = f32[1024]{0} reduce(%scaled, %at), dimensions={0}\n      ROOT"
+    assert costs_of(module_of(*given, one, more=picks.replace("ROOT", also))).bytes == 4 * (2**20 + 128 + 64)
+
+
 def test_a_tpus_convolution_is_a_product():
     simple = module_of(
         "%x = bf16[64,32]{1,0} parameter(0)",
