@@ -69,7 +69,7 @@ class ModelSettings(Section):
     """
     shape: str = "tiny"
     """Read with source=random: a built-in model size, one of tiny, 5m, smollm2-135m, qwen2.5-0.5b,
-    qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+    qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b, qwen3-0.6b, qwen3-4b.
     """
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Read with source=random: sizes that differ from model.shape, such as {layers: 4}."""

@@ -139,6 +139,9 @@ class ModelConfig:
 
 
 QWEN25 = dict(rope_theta=1e6, norm_eps=1e-6, has_qkv_bias=True)
+QWEN3 = dict(
+    rope_theta=1e6, norm_eps=1e-6, has_qk_norm=True, kv_heads=8, head_dim=128, vocab_size=151_936
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=256),
     "5m": dict(layers=6, width=256, heads=8, kv_heads=4, head_dim=32, mlp_width=704),
@@ -161,6 +164,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         layers=64, width=5120, heads=40, kv_heads=8, head_dim=128, mlp_width=27_648, vocab_size=152_064,
         is_tied=False, **QWEN25,
     ),
+    "qwen3-0.6b": dict(layers=28, width=1024, heads=16, mlp_width=3072, **QWEN3),
+    "qwen3-4b": dict(layers=36, width=2560, heads=32, mlp_width=9728, **QWEN3),
 }  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from areal_jax.models.config import SHAPES, model_config
+from areal_jax.models.model import Model
+from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.types import ArealError
 
 
@@ -46,3 +48,20 @@ def test_what_cannot_be_is_named(shape: str, overrides: dict[str, Any], message:
     with pytest.raises(ArealError) as caught:
         model_config(shape, 19, **overrides)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        ("smollm2-135m", 134_515_008),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-4b", 4_022_468_096),
+    ],
+)
+def test_a_built_in_size_has_as_many_parameters_as_the_published_model(shape: str, parameters: int):
+    """As its publisher's files say; a tied head counts once."""
+    assert Model(model_config(shape, 256), ByteTokenizer()).parameter_count == parameters
