@@ -60,10 +60,10 @@ def for_trainer(config: Config, model: ModelConfig, need: Need) -> Iterator[tupl
         yield f"trainer.rows={rows}", int(temporary * (1 - rows / t.rows))
     elif t.rows > shards:
         yield f"trainer.rows={shards}", int(temporary * (1 - shards / t.rows))
-    if t.logp_chunk > 256:
+    if config.logp_chunk > 256 * shards:
         vocabulary = model.vocab_size // t.mesh.tensor
-        saved = 2 * 4 * vocabulary * (t.logp_chunk - 256) // shards  # logits and their gradient
-        yield "trainer.logp_chunk=256", min(saved, temporary)
+        saved = 2 * 4 * vocabulary * (config.logp_chunk // shards - 256)  # logits and their gradient
+        yield f"trainer.logp_chunk={256 * shards}", min(saved, temporary)
     length = config.row_length
     shorter = max(g.length, 1024 * int(length * max(0.0, 1 - excess / max(1, temporary)) / 1024))
     if shorter < length:

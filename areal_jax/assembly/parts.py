@@ -253,7 +253,7 @@ def make_learner(config: Config, model: Model, devices: Devices, teacher: Source
         length=config.row_length,
         max_tokens=config.generation.max_tokens,
         mesh=mesh,
-        logp_chunk=config.trainer.logp_chunk,
+        logp_chunk=config.logp_chunk,
         remat=config.trainer.remat,
         optimizer_memory=config.trainer.optimizer_memory,
         teacher=Teacher(teacher.model, teacher.load, apart) if teacher else None,

@@ -76,7 +76,7 @@ def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Mod
         raise ArealError(
             f"algorithm.teacher={name} is untrained and cannot be a teacher; set it to a trained model"
         )
-    settings = ModelSettings(source=name, dtype=config.model.dtype, activations=config.model.activations)
+    settings = ModelSettings(source=name, dtype=config.model.dtype)
     try:
         # A teacher is not published, and its log-probs are not compared with a host's.
         own = {"model": settings, "weights": WeightsConfig(wire_dtype="float32")}
@@ -136,7 +136,7 @@ def _held(sizes: ModelConfig, config: Config) -> ModelConfig:
         quantize=m.quantize,
         numerics=config.trainer.numerics,
         params_dtype=config.wire_dtype,
-        rounds_activations=m.activations == "bfloat16",
+        rounds_activations=config.activations == "bfloat16",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from areal_jax.config.removed import REMOVED
+from areal_jax.config.removed import ADDED, REMOVED
 from areal_jax.config.sections import AlgorithmConfig, Section
 from areal_jax.config.tree import Config
 from areal_jax.plugin import did_you_mean, nearest
@@ -47,7 +47,7 @@ def load_config(*sources: str | Path | Mapping[str, Any]) -> Config:
         else:
             trees = [each if isinstance(each, Mapping) else _from_file(Path(each)) for each in layer]
         for each in trees:
-            tree = _merge(tree, _without_removed(each))
+            tree = _merge(tree, _of_this_version(each))
     return make_config(tree)
 
 
@@ -60,7 +60,7 @@ def make_config(tree: Mapping[str, Any]) -> Config:
 
     Raises ConfigError for unknown keys and invalid values; its message names each key with the remedy.
     """
-    tree = _merge({}, _without_removed(tree))
+    tree = _merge({}, _of_this_version(tree))
     _refuse_unknown(tree, Config, "")
     try:
         return Config.model_validate(tree)
@@ -73,9 +73,11 @@ def resolved(config: Config) -> dict[str, Any]:
     tree = config.model_dump(mode="json")
     if config.control.max_staleness is None:
         tree["control"]["max_staleness"] = config.max_staleness
+    tree["model"]["activations"] = config.activations
     tree["generation"]["on_update"] = config.on_update
     tree["generation"]["page_tokens"] = config.generation.tokens_per_page
     tree["trainer"]["length"] = config.row_length
+    tree["trainer"]["logp_chunk"] = config.logp_chunk
     tree["weights"]["wire_dtype"] = config.wire_dtype
     tree["run"]["dir"] = str(config.run.folder)
     return tree
@@ -170,13 +172,15 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _without_removed(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config `tree` without keys of earlier versions (`REMOVED`).
+def _of_this_version(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config `tree` without keys of earlier versions (`REMOVED`), and with those `ADDED` since.
 
     Only a config that a run has stored may have such keys: a value whose key was renamed gets the new key,
     and one that says what the code does anyway is dropped. Raises ConfigError for any other.
     """
     is_stored = tree.keys() >= STORED
+    for key, value in ADDED.items() if is_stored else ():
+        tree = _merge(_nested(key.split("."), value), tree)
     for key, removed in REMOVED.items():
         parts = key.split(".")
         section: Any = tree

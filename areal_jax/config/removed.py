@@ -1,4 +1,4 @@
-"""Config keys of earlier versions: what is used instead, and what the config of an old run may still say."""
+"""Config keys of earlier versions: what is used instead, and what an old run's config says or leaves out."""
 
 from __future__ import annotations
 
@@ -55,3 +55,6 @@ REMOVED: Mapping[str, Removed] = {
     "launch.volume": _given("set VOLUME (gcloud) or CLAIM (gke) in the environment"),
     "launch.options": _given("give the options after --: `areal-jax launch slurm CONFIG -- --partition=gpu`"),
 }
+
+ADDED: Mapping[str, Any] = {"model.activations": "float32"}
+"""Key that earlier versions did not have -> the value by which they worked, where it is not the default."""

@@ -82,10 +82,10 @@ class ModelSettings(Section):
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the inputs of matrix products. Accumulation, norms and log-probs are always float32."""
-    activations: Literal["float32", "bfloat16"] = "float32"
-    """dtype that the matrix products of the layers write. bfloat16 moves fewer bytes on a GPU and needs
-    model.dtype=bfloat16; the log-probs of generator and trainer then differ by about 1.5 times as much. The
-    residual stream, logits and gradients are always float32.
+    activations: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of the activations that the backward pass reads, and of their gradients. bfloat16 moves fewer
+    bytes, and needs model.dtype=bfloat16. No log-prob depends on it; the residual stream, logits and the
+    gradients of parameters are always float32. auto: model.dtype; float32 with trainer.numerics=exact.
     """
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters (LoRA): small trained matrices beside frozen ones."""
@@ -441,8 +441,11 @@ class TrainerConfig(Section):
     """Tokens that each device computes at once over prefix trees. Larger blocks need more memory and compute
     fewer tokens twice. None: as many as a micro-batch has on a device.
     """
-    logp_chunk: int = Field(default=1024, ge=1)
-    """Tokens per chunk of the LM head. Only one chunk's logits are in memory at a time."""
+    logp_chunk: int | None = Field(default=None, ge=1)
+    """Tokens per chunk of the LM head, over all devices. Only one chunk's logits are in memory at a time, and
+    the head's matrix and gradient are read for each. None: 2048 on each device if activations are bfloat16,
+    else 1024.
+    """
     remat: Literal["none", "layer", "dots"] = "layer"
     """What the backward pass recomputes instead of storing it. none: nothing. layer: each whole layer. dots:
     everything in a layer except matrix products and attention.

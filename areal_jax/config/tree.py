@@ -137,6 +137,20 @@ class Config(Section):
         return t.tree_block or t.rows * self.row_length // (t.mesh.data * t.mesh.fsdp)
 
     @property
+    def logp_chunk(self) -> int:
+        """Tokens, over all devices, for which the trainer has logits in memory at once."""
+        t = self.trainer
+        large = 2048 * t.mesh.data * t.mesh.fsdp
+        return t.logp_chunk or (large if self.activations == "bfloat16" else 1024)
+
+    @property
+    def activations(self) -> str:
+        """dtype of the activations that the backward pass reads, and of their gradients."""
+        if self.model.activations != "auto":
+            return self.model.activations
+        return self.model.dtype if self.trainer.numerics == "bounded" else "float32"
+
+    @property
     def trainable(self) -> str | None:
         """Regular expression that the path of a trained parameter must match; None: train all parameters."""
         return self.trainer.trainable or (ADAPTERS if self.model.lora.rank else None)

@@ -73,9 +73,10 @@ class ModelConfig:
 
     float64 is for tests: it needs dtype=float64, and JAX's option jax_enable_x64.
     """
-    rounds_activations: bool = False
-    """Whether the inputs and results of the layers' products are rounded to `dtype`, so that fewer bytes are
-    moved. The residual stream, norms, softmax, logits and gradients of weights stay in `accumulate`.
+    rounds_activations: bool = True
+    """Whether the backward pass rounds what layers' products read and write to `dtype`, so that fewer bytes
+    are moved: activations, and gradients with respect to them. The forward pass's values, the residual
+    stream, logits and the gradients of weights stay in `accumulate`. Not with numerics=exact.
     """
     lora: Lora | None = None
     """LoRA adapters of the projections; None: the model has no adapters."""
@@ -91,8 +92,8 @@ class ModelConfig:
 
     @property
     def activations(self) -> str:
-        """dtype of what the layers' products read and write: their inputs and results."""
-        return self.dtype if self.rounds_activations else self.accumulate
+        """dtype of the activations that the backward pass reads, and of their gradients."""
+        return self.dtype if self.rounds_activations and self.numerics == "bounded" else self.accumulate
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):

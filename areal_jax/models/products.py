@@ -20,33 +20,29 @@ def sum_dtype(x: Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def product(
-    x: Float[Array, "n I"], weight: Array, dtype: str, axis: int = 0, result: str = "float32"
-) -> Float[Array, "n O"]:
-    """Returns x @ weight, of operands cast to `dtype`: float64 if `dtype` is float64, else `result`.
+def product(x: Float[Array, "n I"], weight: Array, dtype: str, axis: int = 0) -> Float[Array, "n O"]:
+    """Returns x @ weight, of operands cast to `dtype`: float64 if `dtype` is float64, else float32.
 
-    `axis`: that of the inputs in the weight, which is (I, O), or (O, I) with axis 1. `result`: float32, or
-    `dtype`, to which each float32 sum is then rounded. The gradient with respect to x has the dtype of x.
+    `axis`: that of the inputs in the weight, which is (I, O), or (O, I) with axis 1. The gradient with
+    respect to x has the dtype of x.
     """
     if dtype in ("float32", "float64"):
         return _sum(x.astype(dtype), weight.astype(dtype), 1, axis)
-    return _reduced(x, weight, dtype, axis, result, (x.dtype, weight.dtype))
+    return _reduced(x, weight, dtype, axis, (x.dtype, weight.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _reduced(x: Array, weight: Array, dtype: str, axis: int, result: str, kinds: Any) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _reduced(x: Array, weight: Array, dtype: str, axis: int, kinds: Any) -> Array:
     """Returns `product` with the backward pass of this module; `kinds`: the dtypes of x and weight."""
-    return _forward(x, weight, dtype, axis, result, kinds)[0]
+    return _forward(x, weight, dtype, axis, kinds)[0]
 
 
-def _forward(x: Array, weight: Array, dtype: str, axis: int, result: str, kinds: Any) -> tuple[Array, tuple]:
+def _forward(x: Array, weight: Array, dtype: str, axis: int, kinds: Any) -> tuple[Array, tuple]:
     read = x.astype(dtype), weight.astype(dtype)
-    return _sum(*read, 1, axis, result), read
+    return _sum(*read, 1, axis), read
 
 
-def _backward(
-    dtype: str, axis: int, result: str, kinds: Any, kept: tuple, slope: Array
-) -> tuple[Array, Array]:
+def _backward(dtype: str, axis: int, kinds: Any, kept: tuple, slope: Array) -> tuple[Array, Array]:
     """Returns the gradients with respect to x and weight.
 
     `kept`: x and weight as the forward pass read them; `slope`: the gradient with respect to the result.

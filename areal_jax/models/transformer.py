@@ -3,8 +3,9 @@
 The trainer's packed forward, the generator's prefill and its decode step call the same `Transformer` with
 different kinds of `Attention`. Layers are stacked along a leading axis L and run by a scan. Residuals, norms,
 rotary embeddings and softmax are in `config.accumulate`, float32 except in tests; matrix products read
-`config.dtype`, accumulate in `config.accumulate` and write `config.activations`. Each parameter is declared
-with its shape, initializer and logical axis names, which `parallel.mesh` maps onto devices.
+`config.dtype` and write `config.accumulate`, but the backward pass reads and writes `config.activations`.
+Each parameter is declared with its shape, initializer and logical axis names, which `parallel.mesh` maps onto
+devices.
 """
 
 from __future__ import annotations
@@ -50,19 +51,20 @@ class Execution(NamedTuple):
 PLAIN = Execution()
 
 
-def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Returns `layer` with a backward pass that recomputes activations instead of storing them.
+def rematerialised(layer: Callable[..., Any], remat: Remat, *, bars_xla: bool) -> Callable[..., Any]:
+    """Returns `layer`, to be run by a scan, with a backward pass that recomputes activations.
 
     `remat`: none (it stores all), layer (recomputes all), dots (all but results of matrix products and
-    attention).
+    attention). `bars_xla`: whether barriers keep XLA from merging the passes, which a scan keeps apart as
+    well. They copy what the layer reads; without them the last bits of float32 may change.
     """
     if remat == "none":
         return layer
     if remat == "layer":
-        return jax.checkpoint(layer)
+        return jax.checkpoint(layer, prevent_cse=bars_xla)
     policies = jax.checkpoint_policies
     kept = policies.save_from_both_policies(policies.checkpoint_dots, policies.save_only_these_names(KEPT))
-    return jax.checkpoint(layer, policy=kept)
+    return jax.checkpoint(layer, policy=kept, prevent_cse=bars_xla)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -132,19 +134,15 @@ FEWEST_ROWS = 8
 """bfloat16 products are padded to this many rows: for fewer, XLA's CPU kernel is several times slower."""
 
 
-def project(
-    x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str, result: str = "float32"
-) -> Float[Array, "... O"]:
+def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) -> Float[Array, "... O"]:
     """Returns x @ weight as `products.product` computes it; the output axes are flattened to one.
 
     Both operands are reshaped to two dimensions, as fast CPU kernels require.
     """
     if isinstance(weight, FeatureMajor):
-        out = weight.product(x, dtype)
-        return out if dtype in ("float32", "float64") else out.astype(result)
+        return weight.product(x, dtype)
     flat = weight.reshape(x.shape[-1], -1)
-    out = product(x.reshape(-1, x.shape[-1]), flat, dtype, result=result)
-    return out.reshape(*x.shape[:-1], -1)
+    return product(x.reshape(-1, x.shape[-1]), flat, dtype).reshape(*x.shape[:-1], -1)
 
 
 class Adapter(nnx.Module):
@@ -198,7 +196,7 @@ class Projections(nnx.Module):
     def projected(self, name: str, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """Returns x W, plus (alpha / rank) (x a) b if W has an adapter; `project` computes each product."""
         c = self.config
-        by = partial(project, dtype=c.dtype, result=c.activations)
+        x, by = x.astype(c.activations), partial(project, dtype=c.dtype)
         out = by(x, self.matrix(name))
         if c.lora is None or name not in c.lora.names:
             return out
@@ -228,10 +226,7 @@ class SelfAttention(Projections):
 
     def queries_keys_values(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         c = self.config
-        q, k, v = (
-            self.projected(name, x).reshape(*x.shape[:-1], -1, c.head_dim).astype(c.accumulate)
-            for name in "qkv"
-        )
+        q, k, v = (self.projected(name, x).reshape(*x.shape[:-1], -1, c.head_dim) for name in "qkv")
         if c.has_qkv_bias:
             q, k, v = (
                 x + getattr(self, f"{name}_bias")[...] for x, name in zip((q, k, v), "qkv", strict=True)
@@ -240,13 +235,10 @@ class SelfAttention(Projections):
             q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
         frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.accumulate)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
-        return q.astype(c.activations), k.astype(c.dtype), v.astype(c.dtype)
+        return q, k.astype(c.dtype), v.astype(c.dtype)
 
     def mixed(self, attended: Float[Array, "B T H h"]) -> Float[Array, "B T D"]:
-        flat = attended.reshape(*attended.shape[:-2], -1)
-        return self.projected(
-            "out", flat.astype(self.config.dtype) if self.config.rounds_activations else flat
-        )
+        return self.projected("out", attended.reshape(*attended.shape[:-2], -1))
 
 
 class GatedMLP(Projections):
@@ -260,9 +252,43 @@ class GatedMLP(Projections):
         self.add(rngs, "down", (c.mlp_width, c.width), ("mlp", "embed"), scale)
 
     def __call__(self, x: Array) -> Array:
-        c = self.config
-        gate, up = (self.projected(name, x).astype(c.accumulate) for name in ("gate", "up"))
-        return self.projected("down", (jax.nn.silu(gate) * up).astype(c.activations))
+        gate, up = self.projected("gate", x), self.projected("up", x)
+        if self.config.activations == self.config.accumulate:
+            return self.gated(gate, up)
+        graph, params = nnx.split(self)
+        return _gated(graph, params, gate, up)
+
+    def gated(self, gate: Array, up: Array) -> Array:
+        """Returns down(silu(gate) * up) of the projections' results `gate` and `up`."""
+        return self.projected("down", jax.nn.silu(gate) * up)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(graph: Any, params: Any, gate: Array, up: Array) -> Array:
+    """Returns `GatedMLP.gated`. The backward pass reads `gate` and `up` rounded to the model's dtype.
+
+    It computes their product again from these, so that it needs no float32 array of their size.
+    """
+    return nnx.merge(graph, params).gated(gate, up)
+
+
+def _gated_forward(graph: Any, params: Any, gate: Array, up: Array) -> tuple[Array, tuple]:
+    mlp = nnx.merge(graph, params)
+    return mlp.gated(gate, up), (params, gate.astype(mlp.config.dtype), up.astype(mlp.config.dtype))
+
+
+def _gated_backward(graph: Any, kept: tuple, slope: Array) -> tuple:
+    params, *inputs = kept
+    # XLA fuses what reads one array into one kernel, but not if the array is a product's own result.
+    inputs = jax.lax.optimization_barrier(inputs)
+
+    def gated(params: Any, gate: Array, up: Array) -> Array:
+        return nnx.merge(graph, params).gated(gate, up)
+
+    return jax.vjp(gated, params, *(x.astype(slope.dtype) for x in inputs))[1](slope)
+
+
+_gated.defvjp(_gated_forward, _gated_backward)
 
 
 class Block(nnx.Module):
@@ -356,6 +382,9 @@ class Transformer(nnx.Module):
             for index, params in enumerate(apart):
                 (x, cache), _ = one_layer((x, cache), (index, params))
         else:
-            body = one_layer if is_exact(attend) else rematerialised(one_layer, execution.remat)
+            body = one_layer
+            if not is_exact(attend):
+                bars_xla = self.config.activations == self.config.accumulate
+                body = rematerialised(one_layer, execution.remat, bars_xla=bars_xla)
             (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
         return as_attended(last_norm, attend, None, (x, as_published(self.norm[...], read))), cache

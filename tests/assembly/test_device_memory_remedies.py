@@ -32,8 +32,8 @@ CONFIG = load_config(RECIPE, "trainer.rows=8", "trainer.mesh.fsdp=4", "generatio
 MODEL = ModelConfig(**SHAPES["qwen2.5-1.5b"])
 
 TRAINERS = (
-    r"^the trainer's device ran out of memory in the program accumulate; set trainer\.rows=4, or "
-    r"trainer\.logp_chunk=256, or .*, or use devices with more memory\. .*: RESOURCE_EXHAUSTED: Out of memory"
+    r"^the trainer's device ran out of memory in the program accumulate; set trainer\.rows=4, or trainer\."
+    r"logp_chunk=1024, or .*, or use devices with more memory\. .*: RESOURCE_EXHAUSTED: Out of memory"
 )
 HOSTS = (
     r"^the host's device ran out of memory in the program decode; set generation\.kv_tokens=\d+, or "

@@ -102,6 +102,30 @@ def test_parameters_are_published_in_the_models_dtype_unless_another_is_given(
     assert make_config(resolved(config)).wire_dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("words", "activations", "chunk"),
+    [
+        ((), "float32", 1024),
+        (("trainer.mesh={data: 2, fsdp: 4}",), "float32", 1024),
+        (("model.dtype=bfloat16",), "bfloat16", 2048),
+        (("model.dtype=bfloat16", "trainer.mesh={data: 2, fsdp: 4}"), "bfloat16", 16384),
+        (("model.dtype=bfloat16", "trainer.numerics=exact"), "float32", 1024),
+        (("model.dtype=bfloat16", "model.activations=float32"), "float32", 1024),
+        (("model.dtype=bfloat16", "trainer.logp_chunk=7"), "bfloat16", 7),
+    ],
+    ids=str,
+)
+def test_a_bfloat16_model_rounds_activations_and_has_larger_chunks_of_the_head(
+    words: tuple[str, ...], activations: str, chunk: int
+):
+    """The run's own config names both, so a later default changes no run that is resumed."""
+    config = load_config(*words)
+    assert (config.activations, config.logp_chunk) == (activations, chunk)
+    stored = resolved(config)
+    assert (stored["model"]["activations"], stored["trainer"]["logp_chunk"]) == (activations, chunk)
+    assert (make_config(stored).activations, make_config(stored).logp_chunk) == (activations, chunk)
+
+
 def test_the_longest_completion_follows_from_the_length_unless_it_is_given():
     assert load_config("generation.length=48", "trainer.length=64").generation.max_tokens == 24
     assert load_config("generation.length=48", "generation.max_tokens=7").generation.max_tokens == 7

@@ -107,3 +107,14 @@ def test_an_old_run_is_read_if_its_value_is_what_the_code_does(old: Old, tmp_pat
 
 def test_every_removed_key_is_tested():
     assert sorted(old.key for old in OLD) == sorted(REMOVED)
+
+
+def test_a_run_of_an_earlier_version_keeps_float32_activations(tmp_path):
+    """Its config does not name them; the same recipe would have bfloat16 ones in a new run."""
+    config = load_config("model.dtype=bfloat16")
+    old = resolved(config)
+    del old["model"]["activations"]
+    assert make_config(old).activations == "float32" and config.activations == "bfloat16"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    assert load_config(tmp_path / "config.yaml", "run.steps=7").activations == "float32"
+    assert make_config(resolved(config)).activations == "bfloat16"

@@ -66,12 +66,14 @@ def bench_learner(
     trainer.tree_block.
     """
     model = random_model(shape, dtype)
+    config = load_config("trainer.learning_rate=1e-5", f"model.dtype={dtype}")
     learner = TreeLearner(
         model,
         preset("grpo", group_size=rows, kl={"coef": 0}, proximal="recompute"),
-        make_optimizer(load_config("trainer.learning_rate=1e-5").trainer, 1000),
+        make_optimizer(config.trainer, 1000),
         rows=rows,
         length=length,
+        logp_chunk=config.logp_chunk,
         remat=remat,
         tree_blocks=Blocks(tree_block) if tree_block else None,
     )

@@ -63,7 +63,7 @@ def cudnn(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
         sizes, offsets = segment_spans(segment_ids, SEGMENTS)
         is_token = (segment_ids > 0)[..., None, None]  # cuDNN writes no output outside segments
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        q, k, v = (jnp.where(is_token, x, 0) for x in (q, k, v))
+        q, k, v = (_with_gradient_where(is_token, x) for x in (q, k, v))
         out = fused.dot_product_attention(
             q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=offsets, kv_offsets=offsets,
             scale=q.shape[-1] ** -0.5, mask_type=fused.MaskType.PADDING_CAUSAL,
@@ -72,6 +72,17 @@ def cudnn(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
 
     fits = segment_starts(segment_ids).sum(1).max() <= SEGMENTS
     return jax.lax.cond(fits, packed, lambda q, k, v: blocks(q, k, v, segment_ids).astype(q.dtype), q, k, v)
+
+
+@jax.custom_vjp
+def _with_gradient_where(is_token: Array, x: Array) -> Array:
+    """Returns `x`; its gradient is 0 at other tokens, for which cuDNN writes none."""
+    return x
+
+
+_with_gradient_where.defvjp(
+    lambda is_token, x: (x, is_token), lambda is_token, slope: (None, jnp.where(is_token, slope, 0))
+)
 
 
 def triton(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from tests.accelerators.compiling import Setting, compiled, off_the_committed_peak, opened
+from tests.accelerators.compiling import Setting, compiled, off_the_committed_costs, opened
 
 pytestmark = pytest.mark.accelerators
 
@@ -101,5 +101,5 @@ def test_prefill_and_recompute_attend_by_the_kernel(host: str, program: str):
 
 @every_host
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_peaks_are_those_of_the_committed_table(host: str, program: str):
-    assert off_the_committed_peak(HOSTS[host], program) == ""
+def test_costs_are_those_of_the_committed_table(host: str, program: str):
+    assert off_the_committed_costs(HOSTS[host], program) == ""

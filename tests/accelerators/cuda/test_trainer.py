@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.accelerators.compiling import Setting, compiled, moved, off_the_committed_peak, opened
+from tests.accelerators.compiling import Setting, compiled, moved, off_the_committed_costs, opened
 
 pytestmark = pytest.mark.accelerators
 
@@ -101,8 +101,8 @@ def test_the_heads_gradient_is_scattered(mesh: str):
 
 @every_mesh
 @pytest.mark.parametrize("program", ["arrive", "begin", "apply"])
-def test_peaks_are_those_of_the_committed_table(mesh: str, program: str):
-    assert off_the_committed_peak(MESHES[mesh], program) == ""
+def test_costs_are_those_of_the_committed_table(mesh: str, program: str):
+    assert off_the_committed_costs(MESHES[mesh], program) == ""
 
 
 @every_mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.accelerators.compiling import Setting, compiled, off_the_committed_peak
+from tests.accelerators.compiling import Setting, compiled, off_the_committed_costs
 
 pytestmark = pytest.mark.accelerators
 
@@ -12,8 +12,8 @@ RECIPE = Setting("SmolLM2 on v5e", "v5e-1", "gsm8k_smollm2.yaml")
 
 
 @pytest.mark.parametrize("program", ["begin", "apply", "prefill", "decode", "recompute"])
-def test_peaks_are_those_of_the_committed_table(program: str):
-    assert off_the_committed_peak(RECIPE, program) == ""
+def test_costs_are_those_of_the_committed_table(program: str):
+    assert off_the_committed_costs(RECIPE, program) == ""
 
 
 def test_decoding_multiplies_in_bfloat16_but_for_the_sum_of_attention_weights():
