@@ -27,7 +27,7 @@ quickstart: $(STAMP)
 	$(BIN)/areal-jax quickstart
 
 # Tests keep compiled programs in the user's cache folder (tests/compiled_programs.py), so a fresh clone starts warm.
-# A worker for each core and 3 GiB of memory (tests/conftest.py), a file to each, those with slow tests first. A worker that
+# As many workers as tests/conftest.py says, a file to each, those with slow tests first. A worker that
 # crashes is replaced once, and costs one test (tests/whole_files.py); a second crash ends the tests.
 WORKERS = -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -rs
 
