@@ -43,17 +43,21 @@ WORDS = (
 
 @pytest.fixture
 def a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One host takes ten times as long as the other: its samples live through several versions.
+    """One host decodes about four tokens a version: its samples live through several versions.
 
-    On a busy machine, on which updates take longer, it waits longer as well.
+    After each token it waits for a quarter of the last update's time, which is longer on a busy machine.
     """
-    step = Host.step
+    step, newest, adopted_s, update_s = Host.step, -1, time.monotonic(), 0.0
 
     def slow(self: Host) -> None:
-        begun_s = time.monotonic()
+        nonlocal newest, adopted_s, update_s
         step(self)
-        took_s = time.monotonic() - begun_s
-        time.sleep(min(1.0, max(0.06, 10 * took_s)) if self.name == "host-1" else 0.006)
+        if self.name != "host-1":
+            time.sleep(0.006)
+            return
+        if (version := max(self._held, default=-1)) > newest:
+            update_s, adopted_s, newest = time.monotonic() - adopted_s, time.monotonic(), version
+        time.sleep(min(0.5, max(0.06, update_s / 4)))
 
     monkeypatch.setattr(Host, "step", slow)
 
