@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import string
-import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +43,7 @@ GENERATION = GenerationConfig(slots=4, length=LENGTH, max_tokens=MAX_TOKENS, dec
 CONFIG = Config(
     run=RunConfig(seed=3),
     generation=GENERATION,
-    runtime=RuntimeConfig(reward_timeout_s=4.0, deadline_s=HANG_S),
+    runtime=RuntimeConfig(reward_timeout_s=2.0, deadline_s=HANG_S),
 )
 SETTINGS = EvalSettings(CONFIG, limit=10, samples=4)
 
@@ -80,8 +79,8 @@ class Fragile(Indexed):
     def score(self, prompt: Prompt, completion: Completion) -> float:
         if prompt.info["i"] == 3:
             raise RuntimeError("no judge for three")
-        if prompt.info["i"] == 5:
-            time.sleep(1000)
+        while prompt.info["i"] == 5:  # it has two seconds of CPU time; asleep it would have eight
+            pass
         return super().score(prompt, completion)
 
 
