@@ -67,8 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Returns the number of workers of `-n auto`: one for each core, and 3 GiB of memory, that is there.
 
-    One more without the slow tests, whose runs have processes of their own: the others wait for a fifth of
-    their time.
+    One more without the slow tests: the others start few processes, and wait for a fifth of their time.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     workers = len(os.sched_getaffinity(0)) + ("not slow" in config.option.markexpr)
