@@ -196,3 +196,10 @@ def test_ragged_rows_have_unequal_segments_and_padding():
     sizes = [np.unique(row[row > 0], return_counts=True)[1].tolist() for row in ids]
     assert sizes == [[8, 16, 4], [32], [1, 4, 12, 2, 8], [], [8, 16, 4]]
     assert all((np.diff(row[row > 0]) >= 0).all() and not row[(row > 0).sum() :].any() for row in ids)
+
+
+def test_what_cudnn_leaves_unwritten_of_a_gradient_is_zero():
+    is_token = jnp.array([True, True, False])
+    value, pull = jax.vjp(lambda x: attention_kernels._with_gradient_where(is_token, x), jnp.arange(3.0))
+    np.testing.assert_array_equal(value, [0.0, 1.0, 2.0])
+    np.testing.assert_array_equal(pull(jnp.array([5.0, 6.0, jnp.nan]))[0], [5.0, 6.0, 0.0])
