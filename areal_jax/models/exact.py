@@ -252,35 +252,34 @@ def rows_of(attend: Attention) -> Callable[..., Any]:
     return attend.rows if is_exact(attend) else lambda f, *args: f(*args)
 
 
-def as_attended(run: Callable[..., Any], attend: Attention, fixed: Any, inputs: Any) -> Any:
-    """Returns `run(attend, fixed, inputs)`, with a gradient that is computed without tiles.
+def as_attended(
+    run: Callable[..., Any], attend: Attention, fixed: Any, x: Array, others: Any, kept: str | None = None
+) -> Any:
+    """Returns `run(attend, fixed, x, others)`, with gradients with respect to `x` and `others`.
 
-    If `attend` is exact attention over packed rows, the gradient with respect to `inputs` is the gradient of
-    `run(attend.bounded, fixed, inputs)`, and `fixed` has no gradient. For any other `attend` the gradient is
-    the result of automatic differentiation.
+    If `attend` is exact attention over packed rows, the gradients are those of `attend.bounded`, without
+    tiles. They, and those of any attention if `kept` is given, come from a second run of the computation: the
+    first one stores its arguments alone, `x` as `kept` (None: as it is). `fixed` then has no gradient.
     """
-    if not isinstance(attend, ExactPackedAttention):
-        return run(attend, fixed, inputs)
-    return _exact(run, attend, fixed, inputs)
+    if kept is None and not isinstance(attend, ExactPackedAttention):
+        return run(attend, fixed, x, others)
+    return _run_again(run, kept, attend, fixed, x, others)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exact(run: Callable[..., Any], attend: ExactPackedAttention, fixed: Any, inputs: Any) -> Any:
-    return run(attend, fixed, inputs)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run_again(run: Any, kept: str | None, attend: Attention, fixed: Any, x: Array, others: Any) -> Any:
+    return run(attend, fixed, x, others)
 
 
-def _keep_arguments(run: Any, attend: Any, fixed: Any, inputs: Any) -> tuple[Any, Any]:
-    return run(attend, fixed, inputs), (attend, fixed, inputs)
+def _stored(run: Any, kept: str | None, attend: Any, fixed: Any, x: Array, others: Any) -> tuple[Any, tuple]:
+    return run(attend, fixed, x, others), (attend, fixed, x.astype(kept or x.dtype), others)
 
 
-def _slopes_of_bounded(run: Any, kept: Any, slope: Any) -> tuple[None, None, Any]:
-    """Returns (None, None, gradient with respect to `inputs`) of the computation without tiles.
-
-    `kept`: the arguments of the forward pass, which stores nothing else, so the computation is run again
-    here. `slope`: the gradient with respect to its result.
-    """
-    attend, fixed, inputs = kept
-    return None, None, jax.vjp(partial(run, attend.bounded, fixed), inputs)[1](slope)[0]
+def _slopes(run: Any, kept: str | None, stored: tuple, slope: Any) -> tuple:
+    attend, fixed, x, others = stored
+    bounded = attend.bounded if isinstance(attend, ExactPackedAttention) else attend
+    of_x, of_others = jax.vjp(partial(run, bounded, fixed), x.astype(jnp.float32), others)[1](slope)
+    return None, None, of_x, of_others
 
 
-_exact.defvjp(_keep_arguments, _slopes_of_bounded)
+_run_again.defvjp(_stored, _slopes)

@@ -51,20 +51,19 @@ class Execution(NamedTuple):
 PLAIN = Execution()
 
 
-def rematerialised(layer: Callable[..., Any], remat: Remat, *, bars_xla: bool) -> Callable[..., Any]:
-    """Returns `layer`, to be run by a scan, with a backward pass that recomputes activations.
+def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Returns `layer` with a backward pass that recomputes activations instead of storing them.
 
     `remat`: none (it stores all), layer (recomputes all), dots (all but results of matrix products and
-    attention). `bars_xla`: whether barriers keep XLA from merging the passes, which a scan keeps apart as
-    well. They copy what the layer reads; without them the last bits of float32 may change.
+    attention).
     """
     if remat == "none":
         return layer
     if remat == "layer":
-        return jax.checkpoint(layer, prevent_cse=bars_xla)
+        return jax.checkpoint(layer)
     policies = jax.checkpoint_policies
     kept = policies.save_from_both_policies(policies.checkpoint_dots, policies.save_only_these_names(KEPT))
-    return jax.checkpoint(layer, policy=kept, prevent_cse=bars_xla)
+    return jax.checkpoint(layer, policy=kept)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -357,20 +356,23 @@ class Transformer(nnx.Module):
         graph, layers = nnx.split(self.blocks)
         read = self.config.params_dtype
 
-        def layer_by(attend: Attention, fixed: tuple, inputs: tuple) -> tuple[Array, Any]:
-            (index, positions), (params, x, cache) = fixed, inputs
+        # The backward pass runs a layer again, without a copy of its parameters and from a rounded `x`.
+        rounds = self.config.activations != self.config.accumulate
+        kept = self.config.dtype if execution.remat == "layer" and rounds else None
+
+        def layer_by(attend: Attention, fixed: tuple, x: Array, others: tuple) -> tuple[Array, Any]:
+            (index, positions), (params, cache) = fixed, others
+            params = as_published(params, read)
             if is_exact(attend):
                 params = with_matrices_in(params, self.config.dtype)
             return nnx.merge(graph, params)(index, x, positions, attend, cache)
 
         def one_layer(carry: tuple[Array, Any], layer: tuple[Any, Any]) -> tuple[tuple[Array, Any], None]:
-            index, params = layer
-            params = as_published(params, read)
-            x, cache = as_attended(layer_by, attend, (index, positions), (params, *carry))
+            (x, cache), (index, params) = carry, layer
+            x, cache = as_attended(layer_by, attend, (index, positions), x, (params, cache), kept)
             return (placed(x), cache), None
 
-        def last_norm(attend: Attention, fixed: None, inputs: tuple[Array, Array]) -> Array:
-            x, scale = inputs
+        def last_norm(attend: Attention, fixed: None, x: Array, scale: Array) -> Array:
             return rows_of(attend)(lambda x: rms_norm(x, scale, self.config.norm_eps), x)
 
         def placed(x: Array) -> Array:
@@ -382,9 +384,7 @@ class Transformer(nnx.Module):
             for index, params in enumerate(apart):
                 (x, cache), _ = one_layer((x, cache), (index, params))
         else:
-            body = one_layer
-            if not is_exact(attend):
-                bars_xla = self.config.activations == self.config.accumulate
-                body = rematerialised(one_layer, execution.remat, bars_xla=bars_xla)
+            is_stored_whole = kept is None and not is_exact(attend)
+            body = rematerialised(one_layer, execution.remat) if is_stored_whole else one_layer
             (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
-        return as_attended(last_norm, attend, None, (x, as_published(self.norm[...], read))), cache
+        return as_attended(last_norm, attend, None, x, as_published(self.norm[...], read)), cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -68,14 +68,25 @@ def test_a_tile_without_a_live_row_is_not_computed():
     np.testing.assert_array_equal(got, np.repeat([0.0, 0.0, 1.0, 1.0], TILE))
 
 
-def test_the_value_is_of_one_form_and_the_gradient_of_the_other():
-    def of(attend: Any, n: jax.Array, x: jax.Array) -> jax.Array:
-        return n * x if is_exact(attend) else n * x**2
+def of_its_form(attend: Any, n: jax.Array, x: jax.Array, factor: jax.Array) -> jax.Array:
+    return n * factor * x if is_exact(attend) else n * factor * x**2
 
+
+def test_the_value_is_of_one_form_and_the_gradient_of_the_other():
     ids = jnp.ones((1, 1), jnp.int32)
     attend = ExactPackedAttention.of(PackedAttention(ids), ids - 1, None)
-    value, slope = jax.value_and_grad(lambda x: as_attended(of, attend, jnp.int32(3), x))(5.0)
-    assert (value, slope) == (15.0, 30.0)
+    of = jax.value_and_grad(partial(as_attended, of_its_form, attend, jnp.int32(3)), (0, 1))
+    assert of(jnp.float32(5), jnp.float32(2)) == (30.0, (60.0, 75.0))
+
+
+def test_a_second_run_for_the_gradient_begins_with_what_was_stored():
+    """1 + 2^-9 is not a bfloat16 number, and 1 is the nearest; the value is that of the first run."""
+    x, attend = jnp.float32(1 + 2**-9), PackedAttention(jnp.ones((1, 1), jnp.int32))
+    for kept, stored in ((None, x), ("bfloat16", 1.0), ("float32", x)):
+        of = partial(as_attended, of_its_form, attend, jnp.int32(3), kept=kept)
+        value, (of_x, of_factor) = jax.value_and_grad(of, (0, 1))(x, jnp.float32(2))
+        assert value == pytest.approx(6 * float(x) ** 2, abs=1e-6)
+        assert (of_x, of_factor) == pytest.approx((12 * float(stored), 3 * float(stored) ** 2), abs=1e-6)
 
 
 # --- rounding -----------------------------------------------------------------------------------------------

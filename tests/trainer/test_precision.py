@@ -20,6 +20,7 @@ from areal_jax.models import attention
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import Lora, ModelConfig
 from areal_jax.models.model import Model
+from areal_jax.models.transformer import Execution
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.learner import Learner
@@ -123,7 +124,8 @@ def test_a_float32_model_reads_float32():
 def gradient(model: Model, params: Any, tokens: np.ndarray, slopes: np.ndarray) -> Any:
     def value(params: Any) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, _ = model.hidden(params, tokens, positions, PackedAttention(jnp.ones_like(tokens)))
+        attend = PackedAttention(jnp.ones_like(tokens))
+        hidden, _ = model.hidden(params, tokens, positions, attend, None, Execution("layer"))
         asked = PackedTokens(tokens, positions - 1, positions > 0, jnp.ones(tokens.shape))
         return (packed_stats(model.head, model.head_weight(params), hidden, asked, 64).logp * slopes).sum()
 
