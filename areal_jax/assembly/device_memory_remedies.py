@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from areal_jax.config.tree import Config
+from areal_jax.generation.engine import ACCELERATOR_CHUNK, PREFILL_ROW
 from areal_jax.models.config import ModelConfig
 from areal_jax.parallel.program_errors import OUT_OF_MEMORY, program_of
 from areal_jax.types import ArealError
@@ -81,9 +82,11 @@ def for_host(config: Config, model: ModelConfig, need: Need) -> Iterator[tuple[s
     capacity = g.kv_tokens or g.slots * g.length
     if c.wire_dtype == "float32" and c.model.dtype == "bfloat16":
         yield "weights.wire_dtype=bfloat16", weights // 2
-    if need.program in ("prefill", "recompute") and g.prefill_chunk > 32:
-        chunk = max(32, g.prefill_chunk // 2)
-        yield f"generation.prefill_chunk={chunk}", int(need.temporary * (1 - chunk / g.prefill_chunk))
+    now = g.prefill_chunk or ACCELERATOR_CHUNK
+    now = {"prefill": now, "recompute": min(now, PREFILL_ROW)}.get(need.program or "", 0)
+    if now > 32:
+        chunk = max(32, now // 2)
+        yield f"generation.prefill_chunk={chunk}", int(need.temporary * (1 - chunk / now))
     tokens = int(capacity * (1 - excess / pool)) // g.tokens_per_page * g.tokens_per_page
     if tokens >= g.length * (1 + g.reserved_slots):
         yield f"generation.kv_tokens={tokens}", int(pool * (1 - tokens / capacity))

@@ -280,8 +280,10 @@ class GenerationConfig(Section):
     trainer and host share; split on other GPUs; on a CPU feature_major, or split if `areal-jax run` measures
     that it is faster for this model. The run's config.yaml names the measured choice.
     """
-    prefill_chunk: int = Field(default=32, ge=1)
-    """Tokens per chunk: of a prompt in prefill, and of each slot when KV is recomputed under a new version.
+    prefill_chunk: int | None = Field(default=None, ge=1)
+    """Tokens that a prefill call computes, in rows of 64, of one or several prompts. Under a new version, as
+    many tokens as a row has are recomputed at once for each slot (on a TPU, up to 256). None: 512; on a CPU
+    32.
     """
     on_update: Literal["recompute", "keep", "pinned", "drain"] | None = None
     """What a host does with its live samples when a newer version commits. recompute: rebuild their KV under

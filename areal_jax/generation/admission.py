@@ -1,7 +1,8 @@
 """Admission: the samples of a host that have no slot, and which of them gets a free slot next.
 
-A prompt is prefilled once for all samples of its group that start under the same version. The prefill runs a
-few chunks at a time between two decode calls, so that a long prompt does not stall live samples. When KV
+A prompt is prefilled once for all samples of its group that start under the same version, and together with
+the next waiting prompts that fit into the same calls. The prefill runs a few chunks at a time between two
+decode calls, so that a long prompt does not stall live samples. When KV
 pages run out, the sample that got its slot last is evicted: its KV moves to host memory, and its slot is
 freed. Evicted samples resume before new ones start.
 
@@ -24,7 +25,7 @@ from areal_jax.generation.commands import HostSample, Start, Statistics
 from areal_jax.generation.engine import Engine, Prefilling, reason_against_length
 from areal_jax.generation.live_slots import LiveSlots
 from areal_jax.generation.programs import DecodeState
-from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix
+from areal_jax.generation.slots import MAX_STOP_TOKENS, ExistingPrefix, Prefix
 from areal_jax.observe.waits import Clock
 from areal_jax.parallel.program_errors import OUT_OF_MEMORY
 from areal_jax.types import PolicyVersion, SampleId, VersionedParams
@@ -169,10 +170,18 @@ def _length(kept: KeptTurn) -> int:
     return len(kept.kv.common_prefix_tokens)
 
 
+class Prompts(NamedTuple):
+    """Prompts that a queue prefills together."""
+
+    keys: tuple[tuple[Any, ...] | None, ...]
+    """The `prompt_key` of each; None: no waiting sample needs it any more."""
+    prefilling: Prefilling
+
+
 class SlotQueue:
     """The queue of samples that wait for a slot, and the slots in the range `slots` that they may get.
 
-    It also keeps the KV of one prefilled prompt, from which all waiting samples of the prompt's group start.
+    It also keeps the KV of the first prompts, from which the waiting samples of each prompt's group start.
     """
 
     def __init__(
@@ -190,17 +199,15 @@ class SlotQueue:
         self._live, self._slots, self._clock, self._settle = live, slots, clock, settle
         self._engine = live.engine
         self.waiting: deque[HostSample] = deque()
-        self._prompt: tuple[tuple[Any, ...], Prefilling] | None = None
-        """The prompt prefilled last, or in part; None once no waiting sample of its group needs it."""
-
-    @property
-    def _is_prefilling(self) -> bool:
-        return self._prompt is not None and not self._prompt[1].is_complete
+        self.begun: Prompts | None = None
+        """The prompts that are prefilled in part."""
+        self.prefixes: dict[tuple[Any, ...], Prefix] = {}
+        """The prefilled prompts that waiting samples need, by key."""
 
     @property
     def is_stalled(self) -> bool:
         """Whether samples wait, but none of this queue has a slot and no prompt is being prefilled."""
-        return bool(self.waiting) and not self._is_prefilling and not self._own
+        return bool(self.waiting) and self.begun is None and not self._own
 
     # --- in ------------------------------------------------------------------------------------------------
 
@@ -235,16 +242,16 @@ class SlotQueue:
             if is_held:
                 break
             params = held.get(self._kept.episodes.get(work.sample, -1), current)
-            if self._prompt is None or self._prompt[0] != prompt_key(work) or self._is_prefilling:
+            if prompt_key(work) not in self.prefixes:
                 try:
-                    chunks = self._prefill(work, params, chunks)
+                    chunks = self._prefill(self._starting(current, held), params, chunks)
                 except jax.errors.JaxRuntimeError as error:
                     # Out of memory concerns this prompt alone; any other error of the device ends the host.
                     if OUT_OF_MEMORY not in str(error):
                         raise
                     yield from self._give_up(work, error)
                     continue
-                if self._is_prefilling:
+                if self.begun is not None:
                     break
             sibling = self._sibling(work, params)
             prompt = len(work.start.prompt), sibling is not None
@@ -255,35 +262,74 @@ class SlotQueue:
                 continue
             self._start(free.popleft(), self.waiting.popleft(), sibling, params)
 
-    def _prefill(self, work: HostSample, params: VersionedParams, chunks: int) -> int:
-        """Compute at most `chunks` more chunks of the prompt of `work`; returns how many remain."""
+    def _prefill(self, starting: Iterator[HostSample], params: VersionedParams, chunks: int) -> int:
+        """Compute at most `chunks` more chunks of the first sample's prompt; returns how many remain.
+
+        `starting`: the first sample, and those whose prompts may be prefilled with its own.
+        """
         with self._clock.doing("prefill"):
-            key = prompt_key(work)
-            if self._prompt is None or self._prompt[0] != key:
-                self._prompt = key, self._begun(work, params.version)
-            prompt = self._prompt[1]
-            while not prompt.is_complete and chunks > 0:
-                prompt, chunks = self._engine.prefill_next(params, prompt), chunks - 1
-            self._prompt = key, prompt
-            self._totals.prefills += not self._is_prefilling
+            if self.begun is None or prompt_key(self.waiting[0]) not in self.begun.keys:
+                self.begun = self._begin(starting, params.version)
+            keys, prefilling = self.begun
+            while not prefilling.is_complete and chunks > 0:
+                prefilling, chunks = self._engine.prefill_next(params, prefilling), chunks - 1
+            self.begun = Prompts(keys, prefilling)
+            if prefilling.is_complete:
+                found = dict(zip(keys, self._engine.prefixes(prefilling), strict=True))
+                self.prefixes |= {key: prefix for key, prefix in found.items() if key is not None}
+                self._totals.prefills += len(keys)
+                self.begun = None
         return chunks
 
-    def _begun(self, work: HostSample, version: PolicyVersion) -> Prefilling:
-        """Returns the prompt of `work` with the KV that an earlier turn of its episode has for it."""
-        tokens = np.asarray(work.start.prompt, np.int32)
-        found = self._kept.longest(work.sample, work.start.prompt, version) if work.start.turn else None
-        reused = len(found.kv.common_prefix_tokens) if found is not None else 0
-        work.reused = (found.turn, reused) if found is not None else ()
-        self._totals.prefilled_tokens += len(tokens) - 1 - reused
-        self._totals.reused_tokens += reused
-        return self._engine.begin_prefill(tokens, len(tokens), found.kv if found is not None else None)
+    def _starting(
+        self, current: VersionedParams, held: Mapping[PolicyVersion, VersionedParams]
+    ) -> Iterator[HostSample]:
+        """Yields the first waiting sample, and a sample of each prompt behind it that is not prefilled.
+
+        They can all start under the same version. For the arguments see `refill`.
+        """
+        keys, versions = {*self.prefixes}, self._kept.episodes
+        wanted = held.get(versions.get(self.waiting[0].sample, -1), current)
+        for work in self.waiting:
+            if work.start.min_version > current.version:
+                return
+            key, own = prompt_key(work), held.get(versions.get(work.sample, -1), current)
+            if work.so_far is None and key not in keys and own is wanted:
+                keys.add(key)
+                yield work
+
+    def _begin(self, starting: Iterator[HostSample], version: PolicyVersion) -> Prompts:
+        """Returns the first prompt, and those behind it that its calls have rows left for.
+
+        Each has the KV that an earlier turn of its episode has for it.
+        """
+        engine, rows, pages, room = self._engine, 0, 0, 0
+        works: list[HostSample] = []
+        existing: list[ExistingPrefix | None] = []
+        for work in starting:
+            prompt = work.start.prompt
+            found = self._kept.longest(work.sample, prompt, version) if work.start.turn else None
+            reused = len(found.kv.common_prefix_tokens) if found is not None else 0
+            rows += engine.prefill_rows_for(len(prompt), reused)
+            pages += engine.pages_for(len(prompt))
+            if not works:
+                room = rows + -rows % engine.prefill_rows
+            elif rows > room or pages > engine.prefill_pages:
+                break
+            work.reused = (found.turn, reused) if found is not None else ()
+            self._totals.prefilled_tokens += len(prompt) - 1 - reused
+            self._totals.reused_tokens += reused
+            works.append(work)
+            existing.append(found.kv if found is not None else None)
+        prompts = [np.asarray(work.start.prompt, np.int32) for work in works]
+        return Prompts(tuple(map(prompt_key, works)), engine.begin_prefill(prompts, existing))
 
     def _give_up(self, work: HostSample, error: Exception) -> Iterator[tuple[HostSample, str]]:
         """Remove the waiting samples of the group of `work`, because its prompt exceeds device memory.
 
         Yields (sample, reason) for each; `error` is XLA's and part of the reason.
         """
-        self._prompt = None
+        self.begun = None
         reason = f"a prompt of {len(work.start.prompt)} tokens exceeds device memory; shorten it: {error}"
         key = prompt_key(work)
         for other in self._remove(lambda other: prompt_key(other) == key):
@@ -327,24 +373,24 @@ class SlotQueue:
         return [slot for slot in self._live.works if slot in self._slots]
 
     def _start(self, slot: int, work: HostSample, sibling: int | None, params: VersionedParams) -> None:
-        assert self._prompt is not None
         work.version, work.digest, work.prompt_version = params.version, params.digest, params.version
-        self._live.insert(slot, work, self._prompt[1].prefix, sibling)
+        key = prompt_key(work)
+        self._live.insert(slot, work, self.prefixes[key], sibling)
         # Release the prompt's KV once no waiting sample of the group needs it.
         # Of thousands that wait, few have this ordinal, and comparing prompts takes longer.
         group = (other for other in self.waiting if other.sample.ordinal == work.sample.ordinal)
-        if self._prompt[0] not in map(prompt_key, group):
-            self._prompt = None
+        if key not in map(prompt_key, group):
+            del self.prefixes[key]
 
     # --- out -----------------------------------------------------------------------------------------------
 
     def adopt(self, is_restarting: bool) -> None:
-        """Discard the prefilled prompt, whose KV belongs to an earlier version than the one adopted now.
+        """Discard the prefilled prompts, whose KV belongs to an earlier version than the one adopted now.
 
         If `is_restarting`, live samples without a sampled token go back to the queue's front, and their
         prompts are prefilled under the new version.
         """
-        self._prompt = None
+        self.begun, self.prefixes = None, {}
         unbegun = [slot for slot in self._own if is_restarting and not self._live.has_begun(slot)]
         # Each one is put in front of the others, so the sample that was first is put there last.
         for slot in reversed(unbegun):
@@ -359,8 +405,6 @@ class SlotQueue:
     def cancel(self, samples: set[SampleId]) -> None:
         """Drop these samples, waiting or live, and free their slots."""
         self._remove(lambda work: work.sample in samples)
-        if self._prompt is not None and self._prompt[0] not in map(prompt_key, self.waiting):
-            self._prompt = None
         for slot in self._own:
             if self._live.works[slot].sample in samples:
                 self._live.free(slot)
@@ -380,6 +424,12 @@ class SlotQueue:
         gone = [work for work in self.waiting if is_gone(work)]
         for work in gone:
             self.waiting.remove(work)
+        if gone and (self.prefixes or self.begun is not None):
+            needed = set(map(prompt_key, self.waiting))
+            self.prefixes = {key: prefix for key, prefix in self.prefixes.items() if key in needed}
+            if self.begun is not None:
+                keys = tuple(key if key in needed else None for key in self.begun.keys)
+                self.begun = self.begun._replace(keys=keys) if any(keys) else None
         return gone
 
 

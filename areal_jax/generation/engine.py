@@ -14,6 +14,7 @@ are accepted and ignored, except `sampler`, which is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +32,7 @@ from areal_jax.algorithms.sampling import (
 )
 from areal_jax.generation import jetstream
 from areal_jax.generation.canary import canary
-from areal_jax.generation.programs import DecodeState, Jitted, Programs, ResultTokens
+from areal_jax.generation.programs import NONE, DecodeState, Jitted, Programs, ResultTokens
 from areal_jax.generation.slots import (
     MAX_STOP_TOKENS,
     ExistingPrefix,
@@ -59,15 +60,40 @@ LOW = 2**32 - 1
 """Mask of the lower 32 bits of a seed."""
 
 
-class Prefilling(NamedTuple):
-    """A prompt in chunked prefill: the cache of `prefix` has the KV of the first `done` tokens."""
+PREFILL_ROW = 64
+"""Tokens of one prompt that a prefill call computes in a row; it has several rows if its chunk is larger."""
+CPU_CHUNK, ACCELERATOR_CHUNK = 32, 512
+"""Tokens that a prefill call computes if no number is given. A single short prompt takes as long as all of
+them; on an accelerator, fewer tokens would take as long, because each call reads the weights.
+"""
+TPU_RECOMPUTE = 256
+"""Tokens of a slot that a recompute call computes on a TPU, at most."""
 
-    prefix: Prefix
+
+class PrefillingPrompt(NamedTuple):
+    """One of the prompts of a `Prefilling`."""
+
+    tokens: np.ndarray  # (length,) int32
+    count: int
+    first_page: int
+    """The first of the prompt's pages, which follow each other."""
     done: int = 0
+    """Number of tokens, from the first one on, whose KV is computed."""
 
     @property
     def is_complete(self) -> bool:
-        return self.done >= self.prefix.true_length - 1
+        return self.done >= self.count - 1
+
+
+class Prefilling(NamedTuple):
+    """Prompts in chunked prefill; `cache` has the pages of all of them."""
+
+    cache: KVPages
+    prompts: tuple[PrefillingPrompt, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(prompt.is_complete for prompt in self.prompts)
 
 
 def _served_by(model: Model, quantize: str, mesh: Mesh) -> Model:
@@ -100,7 +126,8 @@ class Engine(jetstream.Engine):
     `page_tokens`: tokens per KV page, a divisor of `length`; None: `length`, one page per slot.
     `kv_tokens`: capacity of the page pool in tokens, over all slots; None: slots * length.
     `kv_dtype`: dtype of the KV; auto: the model's dtype.
-    `prefill_chunk`: tokens that a `prefill_next` call computes.
+    `prefill_chunk`: tokens that a `prefill_next` call computes, in rows of about `prefill_row` tokens; None:
+    by the platform.
     `support_size`: a token's support, the ids that truncation left to draw from, is recorded up to this many
     ids; 0: not at all.
     `reserved_slots`: number of slots, from slot 0 on, reserved with all their pages for clients' requests.
@@ -121,7 +148,8 @@ class Engine(jetstream.Engine):
         page_tokens: int | None = None,
         kv_tokens: int | None = None,
         kv_dtype: str = "auto",
-        prefill_chunk: int = 32,
+        prefill_chunk: int | None = None,
+        prefill_row: int = PREFILL_ROW,
         support_size: int = 0,
         weight_layout: WeightLayout | Literal["auto"] = "auto",
         quantize: str = "none",
@@ -166,10 +194,21 @@ class Engine(jetstream.Engine):
         self._kv_pages = partial(
             model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype, platform=self._platform
         )
-        chunk = min(prefill_chunk, length)
+        chunk = prefill_chunk or (CPU_CHUNK if self._platform == "cpu" else ACCELERATOR_CHUNK)
+        self.prefill_rows = max(1, chunk // prefill_row)
+        """Number of rows of a prefill call, each of `prefill_width` tokens of one prompt."""
+        self.prefill_width = min(chunk // self.prefill_rows, length)
+        # XLA copies a TPU's whole pool where a call writes KV, so there its calls are few.
+        self.recompute_chunk = (
+            min(chunk, TPU_RECOMPUTE, length) if self._platform == "tpu" else self.prefill_width
+        )
+        """Number of tokens of each slot that a recompute call computes."""
+        of_row = min(self.pages_for(self.prefill_width + 1), self.pages_per_slot)
+        self.prefill_pages = max(self.pages_per_slot, self.prefill_rows * of_row)
+        """Number of KV pages of the prompts of a prefill, together."""
         ends_early = self._platform not in ("gpu", "cuda")
         programs = Programs(
-            self._served, decode_steps, chunk, support_size, reserved_slots, kernel, ends_early
+            self._served, decode_steps, self.recompute_chunk, support_size, reserved_slots, kernel, ends_early
         )
         self._truncation = Truncation.of(self._sampling)
         self._compile(programs)
@@ -257,10 +296,10 @@ class Engine(jetstream.Engine):
                 f"cut the prompt; give a prompt of at most max_prefill_length={self.max_prefill_length} "
                 "tokens"
             )
-        prompt = self.begin_prefill(np.asarray(padded_tokens, np.int32), true_length, existing_prefix)
-        while not prompt.is_complete:
-            prompt = self.prefill_next(params, prompt)
-        return prompt.prefix
+        prefilling = self.begin_prefill([np.asarray(padded_tokens)[:true_length]], [existing_prefix])
+        while not prefilling.is_complete:
+            prefilling = self.prefill_next(params, prefilling)
+        return self.prefixes(prefilling)[0]
 
     def insert(
         self,
@@ -360,39 +399,81 @@ class Engine(jetstream.Engine):
             self._request_penalty(penalties),
         )
 
-    def begin_prefill(
-        self, tokens: np.ndarray, count: int, existing: ExistingPrefix | None = None
-    ) -> Prefilling:
-        """Returns the record of a prefill of `tokens[:count]`, of which no chunk is computed yet.
+    def blank_prefix(self, tokens: np.ndarray) -> Prefix:
+        """Returns a prefix of these tokens with pages of zeros, as many as their KV needs.
 
-        It goes on after the tokens of `existing`, fewer than `count`. Raises ArealError if these
-        are not the first ones, or unless `count` is at least 1 and less than the engine's `length`.
+        Raises ArealError if they leave no space for a completion.
         """
-        if reason := reason_against_length(count, self.length):
-            raise ArealError(reason)
-        padded = np.zeros(self.length, np.int32)
-        padded[:count] = tokens[:count]
-        known = 0 if existing is None else len(existing.common_prefix_tokens)
-        if existing is None:
-            cache = self.jitted.empty_prefix(self._bucket(count))
-        elif known >= count or not np.array_equal(existing.common_prefix_tokens, padded[:known]):
-            raise ArealError(
-                f"the prompt of {count} tokens does not begin with the {known} tokens of existing_prefix; "
-                "give an existing_prefix of fewer tokens, the prompt's first ones"
-            )
-        else:
-            cache = self._with_pages(existing.cache, self._bucket(count))
-        return Prefilling(Prefix(cache, padded, np.asarray(count, np.int32)), known)
+        cache = self.jitted.empty_prefix(self._bucket(len(tokens)))
+        return Prefix(cache, self._padded(tokens), np.asarray(len(tokens), np.int32))
 
-    def prefill_next(self, params: VersionedParams, prompt: Prefilling) -> Prefilling:
-        """Returns `prompt` with one more chunk computed under `params`; do not use the old one again."""
-        prefix, start, end = prompt.prefix, prompt.done, prompt.done + self._programs.prefill_chunk
-        # The last chunk may reach beyond `length`.
-        chunk = np.pad(prefix.tokens, (0, self._programs.prefill_chunk))[None, start:end]
-        known = int(prefix.true_length) - 1
+    def begin_prefill(
+        self, prompts: Sequence[np.ndarray], existing: Sequence[ExistingPrefix | None] = ()
+    ) -> Prefilling:
+        """Returns the record of a prefill of `prompts`, of which no chunk is computed yet.
+
+        Each prompt goes on after the tokens of its entry of `existing` (empty: none has one), fewer than its
+        own. Raises ArealError if these are not its first ones, if a prompt is empty or leaves no space for a
+        completion, and if the prompts together need more pages than `prefill_pages`.
+        """
+        first, found = 1, []
+        cache = self.jitted.empty_prefix(self.prefill_pages)
+        for tokens, kept in zip(prompts, existing or [None] * len(prompts), strict=True):
+            count, known = len(tokens), 0 if kept is None else len(kept.common_prefix_tokens)
+            prompt = PrefillingPrompt(self._padded(tokens), count, first, known)
+            first += self.pages_for(count)
+            if first > self.prefill_pages + 1:
+                raise ArealError(
+                    f"{len(prompts)} prompts of {sum(map(len, prompts))} tokens need more than the "
+                    f"{self.prefill_pages} KV pages, of {self.page_tokens} tokens, of a prefill; prefill "
+                    "fewer at once"
+                )
+            if kept is not None:
+                if known >= count or not np.array_equal(kept.common_prefix_tokens, tokens[:known]):
+                    raise ArealError(
+                        f"the prompt of {count} tokens does not begin with the {known} tokens of "
+                        "existing_prefix; give an existing_prefix of fewer tokens, the prompt's first ones"
+                    )
+                numbers = self._numbers(prompt, self._bucket(known))
+                cache = self.jitted.put(cache, numbers, self._with_pages(kept.cache, len(numbers)))
+            found.append(prompt)
+        return Prefilling(cache, tuple(found))
+
+    def prefill_next(self, params: VersionedParams, prefilling: Prefilling) -> Prefilling:
+        """Returns `prefilling` with one more chunk computed under `params`; do not use the old one again.
+
+        The chunk's rows are the next tokens of the first prompts that are not complete.
+        """
+        rows, width = self.prefill_rows, self.prefill_width
+        table, tokens, start, known = self._no_rows()
+        prompts, row = [], 0
+        for prompt in prefilling.prompts:
+            while not prompt.is_complete and row < rows:
+                part = prompt.tokens[prompt.done : prompt.done + width]
+                table[row] = self._numbers(prompt, self.pages_per_slot)
+                tokens[row, : len(part)] = part
+                start[row], known[row] = prompt.done, prompt.count - 1
+                prompt, row = prompt._replace(done=prompt.done + width), row + 1
+            prompts.append(prompt)
+        table = table[:, : self._pages_read(int(start.max()) + width)]
         with Running("prefill"):
-            cache = self.jitted.prefill(params.params, prefix.cache, chunk, start, known)
-        return Prefilling(prefix.replace(cache=cache), end)
+            cache = self.jitted.prefill(params.params, prefilling.cache, table, tokens, start, known)
+        return Prefilling(cache, tuple(prompts))
+
+    def prefixes(self, prefilling: Prefilling) -> list[Prefix]:
+        """Returns the prefix of each prompt of a complete prefill."""
+        return [
+            Prefix(
+                self.jitted.take(prefilling.cache, self._numbers(prompt, self._bucket(prompt.count))),
+                prompt.tokens,
+                np.asarray(prompt.count, np.int32),
+            )
+            for prompt in prefilling.prompts
+        ]
+
+    def prefill_rows_for(self, count: int, known: int = 0) -> int:
+        """Returns how many rows the prefill of a prompt of `count` tokens takes, `known` of which have KV."""
+        return -(-max(0, count - 1 - known) // self.prefill_width)
 
     def recompute(
         self,
@@ -408,8 +489,8 @@ class Engine(jetstream.Engine):
         known = np.asarray(decode_state.filled) - 1
         longest = int(np.where(np.asarray(decode_state.is_live) & only, known, 0).max())
         # One call per chunk: a loop in the program would ask a GPU at each chunk whether another one follows.
-        for start in range(0, longest, self._programs.prefill_chunk):
-            pages = self._pages_read(start + self._programs.prefill_chunk)
+        for start in range(0, longest, self.recompute_chunk):
+            pages = self._pages_read(start + self.recompute_chunk)
             with Running("recompute"):
                 decode_state = self.jitted.recompute(params.params, decode_state, only, start, pages)
         return decode_state
@@ -461,14 +542,18 @@ class Engine(jetstream.Engine):
         compiles when the first such sample is decoded (a client's: `Preparing`). The method runs each program
         once, with as little work as possible.
         """
-        state = self.init_decode_state()
-        for count in {self._bucket(count): count for count in range(self.length - 1, 0, -1)}.values():
-            prompt = self.prefill_next(params, self.begin_prefill(np.zeros(count, np.int32), count))
+        state, cache = self.init_decode_state(), self.jitted.empty_prefix(self.prefill_pages)
+        for pages, count in {self._bucket(count): count for count in range(1, self.length)}.items():
+            prefix, nowhere = self.blank_prefix(np.zeros(count, np.int32)), np.full(pages, NONE, np.int32)
+            cache = self.jitted.put(cache, nowhere, prefix.cache)
+            prefix = prefix.replace(cache=self.jitted.take(cache, nowhere))
             request = self.request(SampleId(0, 0), 0, Sampling(max_tokens=1), count)
-            state = self.insert(prompt.prefix, state, 0, request=request)
+            state = self.insert(prefix, state, 0, request=request)
             self.extract(0, state, count)
         state = self.free_resource(0, state)
         for pages in {self._pages_read(end) for end in range(1, self.length + 1)}:
+            table, *others = self._no_rows()
+            cache = self.jitted.prefill(params.params, cache, table[:, :pages], *others)
             state = self.jitted.recompute(params.params, state, self._every_slot, 0, pages)
         jax.block_until_ready(self.generate(params, state)[0])
 
@@ -500,11 +585,11 @@ class Engine(jetstream.Engine):
         """
         params = self.abstract_served(dtype)
         state = self.jitted.empty_state.eval_shape(self._neutral)
-        cache = self.jitted.empty_prefix.eval_shape(self.pages_per_slot)
-        chunk = np.zeros((1, self._programs.prefill_chunk), np.int32)
-        prefix = Prefix(cache, np.zeros(self.length, np.int32), np.int32(0))
+        cache = self.jitted.empty_prefix.eval_shape(self.prefill_pages)
+        largest = self.jitted.empty_prefix.eval_shape(self.pages_per_slot)
+        prefix = Prefix(largest, np.zeros(self.length, np.int32), np.int32(0))
         return {
-            "prefill": (self.jitted.prefill, (params, cache, chunk, 0, 1)),
+            "prefill": (self.jitted.prefill, (params, cache, *self._no_rows())),
             "insert": (self.jitted.insert, (state, prefix, 0, self._neutral, -1)),
             "decode": (self.jitted.generate, (params, 0, state, self._every_slot, self._truncation)),
             "recompute": (self.jitted.recompute, (params, state, self._every_slot, 0, self.pages_per_slot)),
@@ -532,14 +617,39 @@ class Engine(jetstream.Engine):
             pages *= 4
         return min(pages, self.pages_per_slot)
 
+    def _padded(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the tokens of a sample with zeros up to `length`, (length,).
+
+        Raises ArealError if they leave no space for a completion.
+        """
+        if reason := reason_against_length(len(tokens), self.length):
+            raise ArealError(reason)
+        padded = np.zeros(self.length, np.int32)
+        padded[: len(tokens)] = tokens
+        return padded
+
+    def _no_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the arguments of `Programs.prefill` after the cache, for a call that computes nothing."""
+        each = (self.pages_per_slot, self.prefill_width, 1, 1)
+        table, tokens, start, known = (np.zeros((self.prefill_rows, n), np.int32) for n in each)
+        return table, tokens, start, known
+
+    def _numbers(self, prompt: PrefillingPrompt, pages: int) -> np.ndarray:
+        """Returns the numbers of a prompt's first `pages` pages, (pages,); beyond the last one, NONE."""
+        own = np.arange(pages, dtype=np.int32)
+        return np.where(own < self.pages_for(prompt.count), prompt.first_page + own, NONE)
+
     def _with_pages(self, cache: KVPages, pages: int) -> KVPages:
-        """Returns a copy of a prefix's cache on this engine's devices, with at least so many pages."""
-        lacking = max(0, pages - (cache.k.shape[1] - 1))
-        wider = lambda leaf: np.pad(leaf, [(0, 0), (0, lacking), *[(0, 0)] * (leaf.ndim - 2)])  # noqa: E731
-        return jax.device_put(jax.tree.map(wider, jax.device_get(cache)), self.kv_sharding)
+        """Returns a copy of a prefix's cache on this engine's devices, with so many pages."""
+
+        def resized(leaf: np.ndarray) -> np.ndarray:
+            own = leaf[:, : pages + 1]
+            return np.pad(own, [(0, 0), (0, pages + 1 - own.shape[1]), *[(0, 0)] * (leaf.ndim - 2)])
+
+        return jax.device_put(jax.tree.map(resized, jax.device_get(cache)), self.kv_sharding)
 
     def _pages_read(self, end: int) -> int:
-        """Returns how many pages of a slot a chunk of recompute reads that ends before position `end`.
+        """Returns how many pages of a sample a chunk of prefill or recompute reads that ends before `end`.
 
         If attention reads no more than the tokens that it needs, that is all of them, so that one program
         suffices.

@@ -206,7 +206,8 @@ class Programs:
 
     model: Model
     decode_steps: int
-    prefill_chunk: int
+    recompute_chunk: int
+    """Tokens of each slot that a recompute call computes."""
     support_size: int
     reserved_slots: int
     """Number of slots, from slot 0 on, with pages reserved for them."""
@@ -222,19 +223,15 @@ class Programs:
         pages = state.pages.released(state.slots == slot)
         return state.replace(pages=pages, is_live=state.is_live.at[slot].set(False))
 
-    def prefill(self, params: Params, cache: KVPages, tokens: Array, start: Array, count: Array) -> KVPages:
-        # A prefix's pages are numbered from 1 on; page 0 takes the KV of padding tokens.
-        table = 1 + jnp.arange(cache.k.shape[1] - 1)[None]
-        return self._next_chunk(params, cache, table, tokens, start, count)
-
-    def _next_chunk(
+    def prefill(
         self, params: Params, cache: KVPages, table: Array, tokens: Array, start: Array, known: Array
     ) -> KVPages:
-        """Returns the cache with the KV of a chunk added: each row's `tokens`, at positions from `start` on.
+        """Returns the cache with KV added: of each row's `tokens`, at positions from `start` on.
 
-        Positions from `known` on are padding, with KV that is not kept. `table` lists each row's pages.
+        Positions from `known` on are padding, with KV that is not kept. `table` lists each row's pages; rows
+        may be parts of one sample, since each layer writes the KV of all rows before it reads any.
         """
-        positions = jnp.broadcast_to(start + jnp.arange(self.prefill_chunk), tokens.shape)
+        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         at = jnp.minimum(positions, table.shape[1] * cache.page_tokens - 1)
         attend = self.model.paged_attention(table, at, positions < known, self.kernel, self.ends_early)
         return self.model.hidden(params, tokens, positions, attend, cache)[1]
@@ -253,7 +250,7 @@ class Programs:
         # Shared pages are not written: the copies of pages that are a sibling's go to the scratch page.
         own = jnp.where(places[:held] >= shared, pages.table[slot, :held], 0)
         state = state.replace(
-            cache=jax.tree.map(lambda to, of: to.at[:, own].set(of[:, 1:]), state.cache, prefix.cache),
+            cache=self.put(state.cache, own, prefix.cache),
             pages=pages,
             tokens=state.tokens.at[slot].set(prefix.tokens),
             filled=state.filled.at[slot].set(prefix.true_length),
@@ -271,9 +268,17 @@ class Programs:
         return state.replace(occurs=state.occurs.at[slot].set(occurs))
 
     def extract(self, state: DecodeState, slot: Array, pages: int) -> Prefix:
-        table = jnp.concatenate([jnp.zeros(1, jnp.int32), state.pages.table[slot, :pages]])
-        cache = jax.tree.map(lambda leaf: leaf[:, table], state.cache)
+        cache = self.take(state.cache, state.pages.table[slot, :pages])
         return Prefix(cache, state.tokens[slot], state.filled[slot])
+
+    def take(self, cache: KVPages, pages: Array) -> KVPages:
+        """Returns a copy of these pages of the cache, numbered from 1 on, as a prefix has them."""
+        pages = jnp.concatenate([jnp.zeros(1, jnp.int32), pages])
+        return jax.tree.map(lambda leaf: leaf[:, pages], cache)
+
+    def put(self, cache: KVPages, pages: Array, kept: KVPages) -> KVPages:
+        """Returns the cache with the pages of `kept`, from its page 1 on, copied to the pages `pages`."""
+        return jax.tree.map(lambda to, of: to.at[:, pages].set(of[:, 1:]), cache, kept)
 
     def generate(
         self, params: Params, version: Array, state: DecodeState, only: Array, truncation: Truncation
@@ -351,17 +356,16 @@ class Programs:
         """
         # Without the last token, whose KV is written when the next decode step feeds it.
         known = jnp.where(state.is_live & only, state.filled - 1, 0)
-        padded = jnp.pad(state.tokens, ((0, 0), (0, self.prefill_chunk)))
-        tokens = jax.lax.dynamic_slice_in_dim(padded, start, self.prefill_chunk, axis=1)
+        padded = jnp.pad(state.tokens, ((0, 0), (0, self.recompute_chunk)))
+        tokens = jax.lax.dynamic_slice_in_dim(padded, start, self.recompute_chunk, axis=1)
         table = state.pages.table[:, :pages]
-        cache = self._next_chunk(params, state.cache, table, tokens, start, known[:, None])
-        return state.replace(cache=cache)
+        return state.replace(cache=self.prefill(params, state.cache, table, tokens, start, known[:, None]))
 
 
 class Jitted:
     """An engine's programs as jitted functions, and the decode programs that are compiled.
 
-    Donated arguments, the cache of a prefix or a decode state, must not be used again.
+    Donated arguments, the cache of a prefill or a decode state, must not be used again.
     """
 
     def __init__(
@@ -383,6 +387,8 @@ class Jitted:
         self.empty_prefix = jax.jit(kv_pages, static_argnums=0, out_shardings=cache)
         self.empty_state = jax.jit(empty, out_shardings=state)
         self.prefill = jax.jit(programs.prefill, donate_argnums=1, out_shardings=cache)
+        self.take = jax.jit(programs.take, out_shardings=cache)
+        self.put = jax.jit(programs.put, donate_argnums=0, out_shardings=cache)
         self.insert = jax.jit(programs.insert, donate_argnums=0, out_shardings=state)
         self.generate = jax.jit(
             programs.generate, static_argnums=4, donate_argnums=2, out_shardings=(state, whole)

@@ -302,7 +302,7 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
     published, state = engine.abstract_params(config.wire_dtype), functions["decode"][1][2]
     cache = functions["prefill"][1][1]
     prompt = g.length - g.max_tokens
-    chunk = min(g.prefill_chunk, g.length)
+    rows, width, rebuilt = engine.prefill_rows, engine.prefill_width, engine.recompute_chunk
     prompts = config.trainer.batch_size / config.runtime.hosts
     samples = prompts * a.group_size
     mean = g.length - g.max_tokens / 2  # tokens of a live sample, over its life
@@ -311,22 +311,22 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
     def blocks(tokens: float) -> int:
         return max(1, math.ceil(tokens / step))
 
-    chunks = math.ceil(g.length / chunk)
+    chunks = math.ceil(g.length / rebuilt)
     calls = {
-        "prefill": prompts * math.ceil(prompt / chunk),
+        "prefill": prompts * engine.prefill_rows_for(prompt + 1) / rows,
         "insert": samples,
         "decode": samples * g.max_tokens / (g.rollout_slots * g.decode_steps),
         "recompute": chunks * float(config.on_update == "recompute"),
         "extract": 0.0,
     }
     trips = {
-        "prefill": {"kv_blocks": blocks((prompt + chunk) / 2)},
+        "prefill": {"kv_blocks": blocks((prompt + width) / 2)},
         "decode": {"kv_blocks": blocks(mean)},
         "recompute": {"kv_blocks": blocks(g.length / 2)},
     }
-    read = {"prefill": _by_chunks(prompt, chunk), "recompute": _by_chunks(g.length, chunk)}
-    tokens = {"prefill": chunk, "decode": g.rollout_slots * g.decode_steps}
-    beyond = {"prefill": cache, "insert": cache}
+    read = {"prefill": _by_chunks(prompt, width), "recompute": _by_chunks(g.length, rebuilt)}
+    tokens = {"prefill": rows * width, "decode": g.rollout_slots * g.decode_steps}
+    beyond = {"prefill": cache, "insert": functions["insert"][1][1].cache}
     programs = [
         RecipeProgram(
             role=HOST, name=name, function=function, arguments=arguments, calls=calls[name],

@@ -65,8 +65,8 @@ def test_prefill_and_rebuild_of_a_gpu_have_only_loops_of_fixed_length(engine, ve
     for ends_early in (True, False):
         programs, params = replace(engine._programs, ends_early=ends_early), versions(0).params
         state, only = jax.eval_shape(engine.init_decode_state), engine._every_slot
-        prompt = engine.begin_prefill(np.zeros(9, np.int32), 9).prefix.cache
-        prefill = jax.jit(programs.prefill).lower(params, prompt, np.zeros((1, 4), np.int32), 0, 8)
+        pages = engine.begin_prefill([np.zeros(9, np.int32)]).cache
+        prefill = jax.jit(programs.prefill).lower(params, pages, *engine._no_rows())
         rebuild = jax.jit(programs.recompute, static_argnums=4).lower(params, state, only, 0, 2)
         counts[ends_early] = [open_loops(lowered.compile().as_text()) for lowered in (prefill, rebuild)]
     assert counts[False] == [0, 0]

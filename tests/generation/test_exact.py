@@ -81,7 +81,8 @@ def sides(model: Model, numerics: str, dtype: str, wire_dtype: str, **changes: A
         decode_steps=2,
         page_tokens=8,
         kv_tokens=2 * LENGTH,
-        prefill_chunk=5,
+        prefill_chunk=10,
+        prefill_row=5,
         support_size=SUPPORT,
     )
     algorithm = preset("grpo", group_size=MEMBERS, kl={"coef": 0})

@@ -95,7 +95,7 @@ def test_one_prefill_a_group_and_one_more_after_a_swap(engine, store, versions, 
     while host.has_work:
         host.step()
     assert counted["begin_prefill"] == 2
-    assert host._admission.rollouts._prompt is None
+    assert not host._admission.rollouts.prefixes
     host.inbox.put(start(1, 2, PROMPT))
     host.inbox.put(start(2, 2, PROMPT))
     finish(host)
@@ -112,7 +112,7 @@ def test_cancelled_samples_free_their_slots_and_say_nothing(engine, store):
     host.inbox.put(Stop(tuple(SampleId(0, member) for member in range(SLOTS + 2))))
     assert host.take_commands()
     rollouts = host._admission.rollouts
-    assert (len(host._slots.works), len(rollouts.waiting), rollouts._prompt) == (0, 1, None)
+    assert (len(host._slots.works), len(rollouts.waiting), rollouts.prefixes) == (0, 1, {})
     finish(host)
     assert set(heard.done) == {SampleId(1, 0)}
     assert host.generated_tokens == SLOTS * STEPS + heard.done[SampleId(1, 0)].completion_tokens

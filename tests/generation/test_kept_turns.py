@@ -136,9 +136,9 @@ def test_an_existing_prefix_must_be_the_prompts_beginning(engine, versions):
     kept = turns.host._admission.kept.longest(SAMPLE, PROMPT, 0)
     assert kept is not None and kept.kv.common_prefix_tokens.tolist() == list(PROMPT[:-1])
     with pytest.raises(ArealError, match="does not begin with the 4 tokens"):
-        engine.begin_prefill(np.array([5, 9, 2, 1, 1]), 5, kept.kv)
+        engine.begin_prefill([np.array([5, 9, 2, 1, 1])], [kept.kv])
     with pytest.raises(ArealError, match="does not begin with the 4 tokens"):
-        engine.begin_prefill(np.array(PROMPT), 4, kept.kv)
+        engine.begin_prefill([np.array(PROMPT[:4])], [kept.kv])
 
 
 def test_a_host_that_drains_adopts_a_version_once_its_episodes_have_ended(engine, store, versions, dense):

@@ -171,7 +171,7 @@ def test_a_swap_in_the_middle_of_a_prefill_begins_it_again(model, store, version
     host.inbox.put(start(1, 1, PROMPT * 2))
     host.take_commands()
     host.step()
-    assert host._admission.rollouts._is_prefilling
+    assert host._admission.rollouts.begun is not None
     store.publish(versions(1))
     finish(host)
     late = heard.done[SampleId(1, 0)]

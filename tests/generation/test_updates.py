@@ -484,10 +484,10 @@ def test_out_of_memory_in_a_prefill_fails_that_group_alone(engine, store, versio
 
     prefill_next = engine.prefill_next
 
-    def short_of_memory(params, prompt):
-        if prompt.prefix.true_length == 5:
+    def short_of_memory(params, prefilling):
+        if prefilling.prompts[0].count == 5:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-        return prefill_next(params, prompt)
+        return prefill_next(params, prefilling)
 
     monkeypatch.setattr(engine, "prefill_next", short_of_memory)
     heard = Heard()

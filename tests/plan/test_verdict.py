@@ -122,11 +122,13 @@ def calls(of: Recipe) -> dict[str, Any]:
 def test_how_often_a_batch_calls_each_program(split: Recipe):
     """16 groups of 8 samples of 32 tokens, 2 to a row of 64: 64 rows, 3 micro-batches of 24, padded to 4.
 
-    A prompt of 14 tokens takes 2 chunks of 8; 128 x 18 tokens on 8 slots take 144 calls of 2.
+    A prompt of 14 tokens takes 2 chunks of 8, or half of one of 2 rows; 128 x 18 tokens on 8 slots take 144
+    calls of 2.
     """
     assert calls(split) == {
         "begin": 0, "accumulate": 4, "apply": 1, "wire copy": 1,
         "prefill": 32, "insert": 128, "decode": 144, "recompute": 4, "extract": 0, "digest": 1,
     }  # fmt: skip
+    assert calls(recipe("runtime.placement=split", "generation.prefill_chunk=128"))["prefill"] == 8
     assert calls(recipe("trainer.rows=64"))["begin"] == 1
     assert calls(recipe("algorithm.proximal=recompute"))["arrive"] == 4

@@ -272,10 +272,10 @@ def test_out_of_memory_in_prefill_ends_that_request_only(monkeypatch):
     engine = tiny_engine()
     compute = engine.prefill_next
 
-    def full(params, prompt):
-        if prompt.prefix.tokens[0] == 77:
+    def full(params, prefilling):
+        if prefilling.prompts[0].tokens[0] == 77:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-        return compute(params, prompt)
+        return compute(params, prefilling)
 
     monkeypatch.setattr(engine, "prefill_next", full)
 

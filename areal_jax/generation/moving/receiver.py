@@ -91,7 +91,7 @@ class Receiver:
         if work.so_far is None:
             return work
         rows = work.so_far.rows
-        blank = self._engine.begin_prefill(rows["tokens"], len(rows)).prefix
+        blank = self._engine.blank_prefix(rows["tokens"])
         return replace(work, so_far=SoFar(rows, blank), is_stale=True)
 
     def _onto_devices(self, kv: Prefix) -> Prefix:

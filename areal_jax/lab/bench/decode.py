@@ -195,26 +195,31 @@ def prefill(
     dtype: str = "float32",
     prompts: int = 16,
     prompt: int = 64,
-    prefill_chunk: int = 64,
+    prefill_chunk: int = 256,
     repeats: int = 5,
 ) -> dict[str, Any]:
-    """Measures prompt tokens per second of prefill: `prompts` prompts of `prompt` tokens, one at a time.
+    """Measures prompt tokens per second of prefill: `prompts` prompts of `prompt` tokens.
 
-    A prompt is computed in chunks of `prefill_chunk` tokens. In the result, `limit` is the throughput if a
-    token costs 2 FLOPs per parameter outside of embedding and LM head, at the FLOP/s measured for a large
-    matrix product.
+    They are computed in chunks of `prefill_chunk` tokens, of as many prompts as fit into it. In the result,
+    `limit` is the throughput if a token costs 2 FLOPs per parameter outside of embedding and LM head, at the
+    FLOP/s measured for a large matrix product.
     """
     model = random_model(shape, dtype)
-    engine = Engine(
-        model, slots=1, length=2 * prompt, page_tokens=min(prompt, 64), prefill_chunk=prefill_chunk
-    )
+    page = min(prompt, 64)
+    length = 2 * page * -(-max(prompt, prefill_chunk) // page)
+    engine = Engine(model, slots=1, length=length, page_tokens=page, prefill_chunk=prefill_chunk)
+    beside = max(1, engine.prefill_rows // engine.prefill_rows_for(prompt))
     value = engine.load_params(VersionedParams(0, random_params(model, dtype), ""))
 
     def once() -> Any:
-        return [
-            engine.prefill(params=value, padded_tokens=np.arange(prompt) + i, true_length=prompt).cache
-            for i in range(prompts)
-        ]
+        caches = []
+        for first in range(0, prompts, beside):
+            own = range(first, min(first + beside, prompts))
+            prefilling = engine.begin_prefill([np.arange(prompt) + i for i in own])
+            while not prefilling.is_complete:
+                prefilling = engine.prefill_next(value, prefilling)
+            caches += [prefix.cache for prefix in engine.prefixes(prefilling)]
+        return caches
 
     timed_s(once)
     runs = [timed_s(once) for _ in range(repeats)]

@@ -98,10 +98,9 @@ def swap(
     model = random_model(shape, dtype)
     params = random_params(model, dtype)
     runs = {}
+    sizes = dict[str, Any](slots=slots, length=2 * tokens, decode_steps=4, page_tokens=16)
     for chunk in (prefill_chunk, tokens):
-        engine = Engine(
-            model, slots=slots, length=2 * tokens, decode_steps=4, page_tokens=16, prefill_chunk=chunk
-        )
+        engine = Engine(model, **sizes, prefill_chunk=chunk, prefill_row=chunk)
         value = engine.load_params(VersionedParams(0, params, ""))
         rebuild = partial(engine.recompute, value)
         runs["whole" if chunk == tokens else "chunked"] = partial(call_s, engine, value, tokens, rebuild)

@@ -9,7 +9,7 @@ the same work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from areal_jax.assembly.devices import Devices
 from areal_jax.assembly.parts import Parts, open_inputs
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
-from areal_jax.generation.engine import Engine, Prefilling
+from areal_jax.generation.engine import Engine, Prefilling, PrefillingPrompt
 from areal_jax.generation.programs import ResultTokens
 from areal_jax.generation.slots import ExistingPrefix, Prefix
 from areal_jax.lab.published.sleeping_task import SleepingTask
@@ -169,9 +169,13 @@ class SleepingEngine(Engine):
     def init_decode_state(self, *args: Any, **kwargs: Any) -> Any:
         return Slots(self.slots)
 
-    def begin_prefill(self, tokens: np.ndarray, count: int, existing: Any = None) -> Prefilling:
-        # The prompt's time is part of `insert`: the simulator counts samples, not prompts.
-        return Prefilling(Prefix(None, np.asarray(tokens), np.asarray(count)), count)  # type: ignore[arg-type]
+    def begin_prefill(self, prompts: Sequence[np.ndarray], existing: Any = ()) -> Prefilling:
+        # A prompt's time is part of `insert`: the simulator counts samples, not prompts.
+        complete = (PrefillingPrompt(tokens, len(tokens), 1, len(tokens)) for tokens in prompts)
+        return Prefilling(None, tuple(complete))  # type: ignore[arg-type]
+
+    def prefixes(self, prefilling: Prefilling) -> list[Prefix]:
+        return [Prefix(None, one.tokens, np.asarray(one.count)) for one in prefilling.prompts]  # type: ignore[arg-type]
 
     def insert(
         self, prefix: Prefix, decode_state: Any, slot: int, *, request: Any = None, **settings: Any

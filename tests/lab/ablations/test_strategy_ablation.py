@@ -126,9 +126,9 @@ def test_a_sleeping_engine_takes_the_modelled_time_and_ends_samples_at_their_dra
     state, value = engine.init_decode_state(), VersionedParams(0, {}, "")
     samples = SampleId(5, 0), SampleId(5, 1)
     for slot, sample in enumerate(samples):
-        prompt = engine.begin_prefill(np.zeros(7, np.int32), 7)
+        [prefix] = engine.prefixes(engine.begin_prefill([np.zeros(7, np.int32)]))
         request = engine.request(sample, 0, Sampling(max_tokens=30), 7)
-        state = engine.insert(prompt.prefix, state, slot, request=request)
+        state = engine.insert(prefix, state, slot, request=request)
     lengths = [drawn_work(costs, sample, 30).length for sample in samples]
     sampled, calls_s = np.zeros(3, int), []
     while state.is_live.any():

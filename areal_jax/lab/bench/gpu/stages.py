@@ -194,11 +194,15 @@ def _sampling(shape: str, s: Sizes) -> tuple[Cell, ...]:
     of_model = dict(shape=shape, dtype="bfloat16")
     return (
         *sampled,
-        Cell(f"prefill {s.prompt}", "prefill", of_model | dict(prompts=4, prompt=s.prompt, repeats=3)),
+        Cell(
+            f"prefill {s.prompt}",
+            "prefill",
+            of_model | dict(prompts=4, prompt=s.prompt, prefill_chunk=512, repeats=3),
+        ),
         Cell(
             f"recompute {slots} x {tokens}",
             "swap",
-            of_model | dict(slots=slots, tokens=tokens, prefill_chunk=min(tokens, 256), repeats=3),
+            of_model | dict(slots=slots, tokens=tokens, repeats=3),
             halved="slots",
         ),
         Cell(
