@@ -200,6 +200,7 @@ def test_a_payload_of_a_lost_host_does_not_replace_that_of_the_host_that_took_ov
     run.deliver((e.HostLost("a", "silent"), None), (e.HostJoined("b", 2), None), finished(1, 97, "a"))
     run.deliver(finished(1, token=11, host="b"), SCORED)
     assert run.tokens() == [[(10, 1.0), (11, 0.5)]]
+    assert [int(t.tokens[0]) for t in run.journal.group(0, 0, 2)] == [10, 11]
 
 
 @pytest.mark.parametrize("moment", ["before the last sample", "before the rewards", "while it trains"])
