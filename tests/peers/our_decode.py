@@ -17,7 +17,12 @@ def batch_seconds(shape: str, slots: int, dtype: str, prompt: int, tokens: int, 
     model = random_model(shape, dtype)
     length = prompt + tokens
     engine = Engine(
-        model, slots=slots, length=length + -length % 32, decode_steps=8, page_tokens=32, prefill_chunk=prompt
+        model,
+        slots=slots,
+        length=length + -length % 32,
+        decode_steps=8,
+        page_tokens=32,
+        prefill_chunk=4 * prompt,
     )
     store = published(engine, random_params(model, dtype))
     starts = starts_of([tokens] * slots, prompt, engine)
