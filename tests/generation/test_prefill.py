@@ -185,11 +185,11 @@ def test_a_prompt_that_is_cancelled_in_the_middle_of_a_prefill_stops_no_other(
 
 
 def test_later_turns_are_prefilled_together_after_what_is_kept_of_each(in_rows, store, versions, dense):
-    heard, told = Heard(), {}
+    heard, ended = Heard(), {}
     host = make_host(in_rows, store, heard, sampling=Sampling(max_tokens=3))
     for turn in range(2):
         for member, prompt in enumerate(prompts((5, 4))):
-            before = told.get(member, prompt.tolist()) + [member] * turn
+            before = ended.get(member, prompt.tolist()) + [member] * turn
             assert len(before) < LENGTH
             host.inbox.put(Start((SampleId(0, member),), tuple(before), 0, turn=turn))
         host.take_commands()
@@ -199,7 +199,7 @@ def test_later_turns_are_prefilled_together_after_what_is_kept_of_each(in_rows, 
             one = heard.done.pop(SampleId(0, member))
             gap = np.abs(one.behavior_logp - dense(versions(0).params, one))
             assert gap[one.loss_mask].max() < 1e-5
-            told[member] = one.tokens.tolist()
+            ended[member] = one.tokens.tolist()
     now = host.statistics()
     assert (now.prefills, now.prefilled_tokens, now.reused_tokens) == (4, 5 + 4 - 2 + 2, 5 + 4 + 2 * 2)
     assert not heard.of(SampleFailed)
