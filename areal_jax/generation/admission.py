@@ -265,7 +265,7 @@ class SlotQueue:
     def _prefill(self, starting: Iterator[HostSample], params: VersionedParams, chunks: int) -> int:
         """Compute at most `chunks` more chunks of the first sample's prompt; returns how many remain.
 
-        `starting`: the first sample, and those whose prompts may be prefilled with its own.
+        `starting`: the first sample, and other samples with prompts that may be prefilled together with it.
         """
         with self._clock.doing("prefill"):
             if self.begun is None or prompt_key(self.waiting[0]) not in self.begun.keys:
@@ -385,7 +385,7 @@ class SlotQueue:
     # --- out -----------------------------------------------------------------------------------------------
 
     def adopt(self, is_restarting: bool) -> None:
-        """Discard the prefilled prompts, whose KV belongs to an earlier version than the one adopted now.
+        """Discard the prefilled prompts: their KV belongs to an earlier version than the one adopted now.
 
         If `is_restarting`, live samples without a sampled token go back to the queue's front, and their
         prompts are prefilled under the new version.

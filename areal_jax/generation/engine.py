@@ -78,7 +78,7 @@ class PrefillingPrompt(NamedTuple):
     first_page: int
     """The first of the prompt's pages, which follow each other."""
     done: int = 0
-    """Number of tokens, from the first one on, whose KV is computed."""
+    """The KV of so many tokens, from the first one on, is computed."""
 
     @property
     def is_complete(self) -> bool:
