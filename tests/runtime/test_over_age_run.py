@@ -43,21 +43,26 @@ WORDS = (
 
 @pytest.fixture
 def a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One host decodes about four tokens a version: its samples live through several versions.
+    """One host decodes at most three tokens a version: its samples live through several versions.
 
-    After each token it waits for a quarter of the last update's time, which is longer on a busy machine.
+    Then it waits for the next version, for at most twice as long as the last one took, since the trainer may
+    be waiting for its samples.
     """
-    step, newest, adopted_s, update_s = Host.step, -1, time.monotonic(), 0.0
+    step, decoded, tokens, newest_s, update_s = Host.step, -1, 0, time.monotonic(), 0.1
 
     def slow(self: Host) -> None:
-        nonlocal newest, adopted_s, update_s
+        nonlocal decoded, tokens, newest_s, update_s
         step(self)
         if self.name != "host-1":
             time.sleep(0.006)
             return
-        if (version := max(self._held, default=-1)) > newest:
-            update_s, adopted_s, newest = time.monotonic() - adopted_s, time.monotonic(), version
-        time.sleep(min(0.5, max(0.06, update_s / 4)))
+        if (version := max(self._held, default=-1)) > decoded:
+            update_s, newest_s = time.monotonic() - newest_s, time.monotonic()
+            decoded, tokens = version, 0
+        tokens += 1
+        ends_s = time.monotonic() + min(1.0, 2 * update_s)
+        while tokens >= 3 and (self._store.latest() or 0) <= decoded and time.monotonic() < ends_s:
+            time.sleep(0.005)
 
     monkeypatch.setattr(Host, "step", slow)
 
