@@ -41,7 +41,7 @@ def token_stats(
     chex.assert_type([logits, tokens, temperature], [float, int, float])
     z = logits.astype(_wide(logits)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     chosen = jnp.take_along_axis(z, tokens[:, None], axis=-1)[:, 0]
-    log_total = jax.nn.logsumexp(z, axis=-1)
+    log_total = _log_sum_exp(z)
     entropy = _entropy(z, log_total)
     if support is None:
         return TokenStats(chosen - log_total, entropy, jnp.zeros_like(log_total))
@@ -57,6 +57,37 @@ def token_stats(
 def _wide(x: Array) -> Any:
     """Returns the dtype of statistics of `x`, and of sums over it: float64 for float64, else float32."""
     return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _log_sum_exp(z: Float[Array, "n V"]) -> Float[Array, " n"]:
+    """Returns log(sum(exp(z))) over the vocabulary, -inf where all of z is.
+
+    GPUs and TPUs, which wait for memory, read z once; a CPU is faster with a pass for the largest value and
+    another for the sum.
+    """
+    return jax.lax.platform_dependent(z, cpu=partial(jax.nn.logsumexp, axis=-1), default=_in_one_pass)
+
+
+@jax.custom_jvp
+def _in_one_pass(z: Float[Array, "n V"]) -> Float[Array, " n"]:
+    """Returns `_log_sum_exp`: joins parts of z that are each described by their largest value, and by their
+    sum relative to it (Milakov & Gimelshein, arXiv:1805.02867)."""
+
+    def joined(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        largest = jnp.maximum(left[0], right[0])
+        return largest, left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
+
+    # The least value is finite, since -inf - -inf is not a number.
+    least, none = jnp.asarray(jnp.finfo(z.dtype).min, z.dtype), jnp.zeros((), z.dtype)
+    largest, total = jax.lax.reduce((z, jnp.ones_like(z)), (least, none), joined, (1,))
+    return largest + jnp.log(total)
+
+
+@_in_one_pass.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (z,), (slope,) = primals, tangents
+    total = _in_one_pass(z)
+    return total, (jnp.exp(z - total[:, None]) * slope).sum(-1)
 
 
 def _entropy(z: Float[Array, "n V"], log_total: Float[Array, " n"]) -> Float[Array, " n"]:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -20,19 +21,19 @@ from areal_jax.parallel.mesh import ROWS, absent_device, param_shardings, platfo
 from areal_jax.types import Batch, PreparedBatch
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gathered(shard: Array, axis: int, dtype: str) -> Array:
-    """Returns the matrix of which each fsdp device has a `shard` along `axis`, as values of `dtype`.
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(shard: Array, dtype: str) -> Array:
+    """Returns the matrix of which each fsdp device has a `shard` of the rows, as values of `dtype`.
 
     It is cast before the devices exchange it. Its gradient is summed in the shard's dtype, float32, and each
     device gets the sum of its shard alone.
     """
-    return jax.lax.all_gather(shard.astype(dtype), "fsdp", axis=axis, tiled=True).astype(shard.dtype)
+    return jax.lax.all_gather(shard.astype(dtype), "fsdp", tiled=True).astype(shard.dtype)
 
 
 gathered.defvjp(
-    lambda shard, axis, dtype: (gathered(shard, axis, dtype), None),
-    lambda axis, dtype, _, slope: (jax.lax.psum_scatter(slope, "fsdp", scatter_dimension=axis, tiled=True),),
+    lambda shard, dtype: (gathered(shard, dtype), None),
+    lambda dtype, _, slope: (jax.lax.psum_scatter(slope, "fsdp", tiled=True),),
 )
 
 
@@ -94,11 +95,17 @@ class Forward:
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         split = self._head_axis()
 
+        def head_of_gathered(weight: Array, hidden: Array) -> Array:
+            return model.head(jnp.moveaxis(weight, 0, split or 0), hidden)
+
         def of_rows(weight: Array, hidden: Array, asked: PackedTokens) -> TokenStats:
+            head = model.head
             if split is not None:
-                weight = gathered(weight, split, model.config.dtype)
+                # Gathered by rows: XLA would copy the matrix if its columns came from different devices.
+                weight = gathered(jnp.moveaxis(weight, split, 0), model.config.dtype)
+                head = head_of_gathered
             return packed_stats(
-                model.head,
+                head,
                 weight,
                 hidden,
                 asked,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.algorithms import logprobs
 from areal_jax.algorithms.logprobs import PackedTokens, TokenStats, packed_stats, token_stats
 from tests.algorithms import reference
 from tests.algorithms.batches import positions_of, segments_of
@@ -33,6 +34,14 @@ def assert_stats(got: TokenStats, want: tuple[np.ndarray, ...]) -> None:
         np.testing.assert_allclose(value, expected, rtol=0, atol=2e-5, err_msg=name)
 
 
+@pytest.fixture(params=["cpu", "accelerator"])
+def log_sum(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums over the vocabulary as a CPU computes them, then as GPUs and TPUs do."""
+    if request.param == "accelerator":
+        monkeypatch.setattr(logprobs, "_log_sum_exp", logprobs._in_one_pass)
+
+
+@pytest.mark.usefixtures("log_sum")
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_stats_at_a_temperature(temperature: float):
     t = np.full(N, temperature, np.float32)
@@ -60,6 +69,15 @@ def test_greedy_is_reported_at_temperature_one():
         np.testing.assert_array_equal(at_zero, at_one)
 
 
+@pytest.mark.parametrize("log_sum_exp", [logprobs._log_sum_exp, logprobs._in_one_pass])
+def test_log_of_a_sum_at_the_ends_of_float32(log_sum_exp):
+    """Neither overflow, nor a largest value that comes last, nor a row without any possible id."""
+    rows = [[3e38, 3e38, -3e38], [-3e38, -3e38, -np.inf], [-np.inf] * 3, [-200.0, 0.0, 1000.0]]
+    got = log_sum_exp(jnp.asarray(rows, jnp.float32))
+    np.testing.assert_array_equal(got, np.array([3e38, -3e38, -np.inf, 1000.0], np.float32))
+
+
+@pytest.mark.usefixtures("log_sum")
 def test_impossible_ids_take_no_part():
     """Logits of -inf, as beyond a tokenizer's vocabulary: out of the sums, and no NaN anywhere."""
     padded = np.concatenate([LOGITS, np.full((N, 7), -np.inf, np.float32)], axis=1)
@@ -76,6 +94,7 @@ def test_impossible_ids_take_no_part():
         assert np.isfinite(slope).all()
 
 
+@pytest.mark.usefixtures("log_sum")
 @pytest.mark.parametrize("has_support", [False, True])
 def test_gradient_of_the_log_prob(has_support: bool):
     """d logp / d z = (onehot - q) / T, q the renormalised distribution."""
