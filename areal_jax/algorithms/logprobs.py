@@ -62,8 +62,8 @@ def _wide(x: Array) -> Any:
 def _log_sum_exp(z: Float[Array, "n V"]) -> Float[Array, " n"]:
     """Returns log(sum(exp(z))) over the vocabulary, -inf where all of z is.
 
-    GPUs and TPUs, which wait for memory, read z once; a CPU is faster with a pass for the largest value and
-    another for the sum.
+    On GPUs and TPUs one pass over z finds the largest value and the sum together; a CPU is faster with a pass
+    for each.
     """
     return jax.lax.platform_dependent(z, cpu=partial(jax.nn.logsumexp, axis=-1), default=_in_one_pass)
 

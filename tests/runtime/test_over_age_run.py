@@ -43,10 +43,10 @@ WORDS = (
 
 @pytest.fixture
 def a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One host decodes at most three tokens a version: its samples live through several versions.
+    """One host decodes about three tokens a version: its samples live through several versions.
 
-    Then it waits for the next version, for at most twice as long as the last one took, since the trainer may
-    be waiting for its samples.
+    Before each further token it waits for the next version, for twice as long as the last one took and for
+    at most a second, since the trainer may be waiting for its samples.
     """
     step, decoded, tokens, newest_s, update_s = Host.step, -1, 0, time.monotonic(), 0.1
 
