@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from areal_jax.assembly.gpus import gpu_environment, visible_gpus
@@ -24,7 +23,7 @@ from areal_jax.parallel.compile_once import compile_once
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.plugin import version_of
 from areal_jax.types import ArealError
-from areal_jax.weights.store import dtype_in
+from areal_jax.weights.store import bytes_in
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,7 @@ def params_bytes(model: Model, dtype: str) -> int:
 
     The integer codes of quantised matrices keep their own type.
     """
-    leaves = jax.tree.leaves(model.abstract_params)
-    return sum(leaf.size * jnp.dtype(dtype_in(leaf.dtype, dtype)).itemsize for leaf in leaves)
+    return bytes_in(model.abstract_params, dtype)
 
 
 def overwrites_serving(config: Config, placement: str) -> bool:

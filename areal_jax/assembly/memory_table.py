@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from areal_jax.assembly.devices import overwrites_serving, params_bytes
-from areal_jax.config.sections import ExecutorConfig
+from areal_jax.config.sections import ExecutorConfig, MeshConfig
 from areal_jax.config.tree import Config
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
 from areal_jax.models.quantize import CODES, SCALE
 from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.trainable import Trainable
-from areal_jax.weights.store import dtype_in
+from areal_jax.weights.store import dtypes_in
 
 
 def memory_table(
@@ -30,25 +31,25 @@ def memory_table(
     current and the next version (with on_update=pinned, more). `teacher`: None without distillation.
     """
     c, dtype = model.config, config.wire_dtype
-    shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
+    host_shards, on_one = config.runtime.host_tensor, partial(on_one_device, config.trainer.mesh, model)
     wire = params_bytes(model, dtype)
     moments = "trainer" if config.trainer.optimizer_memory == "device" else "the trainer's host memory"
     trainable = Trainable(config.trainable)
     trained = trainable.count(model)
     few = "" if trained == model.parameter_count else f", of {trained:,} trained parameters"
     rows = [
-        ("trainer", "master weights, float32", params_bytes(model, "float32") // shards),
-        (moments, f"Adam moments, float32{few}", 8 * trained // shards),
-        ("trainer", f"gradient, float32{few}", 4 * trained // shards),
+        ("trainer", "master weights, float32", on_one(params_bytes(model, "float32"))),
+        (moments, f"Adam moments, float32{few}", on_one(8 * trained)),
+        ("trainer", f"gradient, float32{few}", on_one(4 * trained)),
     ]
     if config.algorithm.has_reference:
         rows.append(_frozen_row(config, "reference", f"reference policy{{}}{few}", model, trained))
     if config.algorithm.critic.kind != "none":
         critic = Critic(model, config.algorithm.critic.kind, trainable).parameter_count
         rows += [
-            ("trainer", "critic, float32", 4 * critic // shards),
-            (moments, "the critic's Adam moments, float32", 8 * critic // shards),
-            ("trainer", "the critic's gradient, float32", 4 * critic // shards),
+            ("trainer", "critic, float32", on_one(4 * critic)),
+            (moments, "the critic's Adam moments, float32", on_one(8 * critic)),
+            ("trainer", "the critic's gradient, float32", on_one(4 * critic)),
         ]
     state = sum(size for _, what, size in rows if "gradient" not in what)
     if config.trainer.compute != "packed":
@@ -68,6 +69,15 @@ def memory_table(
     return rows
 
 
+def on_one_device(mesh: MeshConfig, model: Model, size: int) -> int:
+    """Returns the bytes on each device of `size` bytes of parameters that the mesh splits.
+
+    The axis expert splits the matrices of experts alone.
+    """
+    rest = 1 - model.expert_parameter_count / model.base.parameter_count * (1 - 1 / mesh.expert)
+    return int(size * rest) // (mesh.fsdp * mesh.tensor)
+
+
 def _frozen_row(
     config: Config, name: Literal["reference", "teacher"], what: str, model: Model, count: int
 ) -> tuple[str, str, int]:
@@ -81,19 +91,20 @@ def _frozen_row(
     mesh = executor.mesh or config.trainer.mesh
     owner = f"the {name}'s devices" if executor.mesh else "trainer"
     size = params_bytes(model, dtype) if executor.is_apart else 4 * count
-    return owner, what.format(f", {dtype}"), size // (mesh.fsdp * mesh.tensor)
+    return owner, what.format(f", {dtype}"), on_one_device(mesh, model, size)
 
 
 def _published_rows(config: Config, model: Model, placement: str) -> list[tuple[str, str, int]]:
     """Returns the rows of `memory_table` of the weights that are published, and of hosts' own copies."""
     dtype, kind = config.wire_dtype, config.generation.quantize
-    shards, host_shards = config.trainer.mesh.fsdp * config.trainer.mesh.tensor, config.runtime.host_tensor
+    host_shards = config.runtime.host_tensor
     wire = params_bytes(model, dtype)
     if overwrites_serving(config, placement):
         return [("each host", f"serving weights, overwritten in place, {dtype}", wire)]
     is_staged = config.weights_backend == "orbax"
     what = "published weights, one being written and one waiting" if is_staged else "published weights"
-    rows = [("trainer", f"{what}, {dtype}", (1 + is_staged) * wire // shards)]
+    on_trainer = on_one_device(config.trainer.mesh, model, (1 + is_staged) * wire)
+    rows = [("trainer", f"{what}, {dtype}", on_trainer)]
     is_ahead = config.on_update == "pinned" and config.runtime.redis is not None
     sets = config.parameter_sets + is_ahead  # one waits in its process for room
     what = "and the next ones" if sets == 2 else f"of up to {sets} versions"
@@ -132,9 +143,9 @@ def served_bytes(model: Model, dtype: str, kind: str) -> int:
     """
     if kind == "none":
         return params_bytes(model, dtype)
-    leaves = jax.tree.leaves_with_path(model.with_codes(kind).abstract_params)
-    is_code = lambda path: path[-1].key in (CODES, SCALE)  # noqa: E731
+    served = model.with_codes(kind).abstract_params
+    kinds = jax.tree.leaves(dtypes_in(served, dtype))
     return sum(
-        leaf.size * jnp.dtype(leaf.dtype if is_code(path) else dtype_in(leaf.dtype, dtype)).itemsize
-        for path, leaf in leaves
+        leaf.size * (leaf.dtype if path[-1].key in (CODES, SCALE) else kind).itemsize
+        for (path, leaf), kind in zip(jax.tree.leaves_with_path(served), kinds, strict=True)
     )

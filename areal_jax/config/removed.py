@@ -37,11 +37,7 @@ REMOVED: Mapping[str, Removed] = {
     "trainer.supervised_tasks": _renamed("trainer.supervised.tasks"),
     "trainer.supervised_learning_rate": _renamed("trainer.supervised.learning_rate"),
     "trainer.supervised_batch": _renamed("trainer.supervised.batch"),
-    **{
-        f"{owner}.mesh.{axis}": _AXIS
-        for owner in ("trainer", "runtime.reference", "runtime.teacher")
-        for axis in ("context", "expert")
-    },
+    **{f"{owner}.mesh.context": _AXIS for owner in ("trainer", "runtime.reference", "runtime.teacher")},
     "launch.machine": _given("set MACHINE (gcloud) or ACCELERATOR (gke) in the environment"),
     "launch.cpus": _given("give --cpus-per-task=N after -- (slurm), or set CPUS in the environment (gke)"),
     "launch.hours": _given(

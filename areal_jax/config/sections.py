@@ -69,7 +69,8 @@ class ModelSettings(Section):
     """
     shape: str = "tiny"
     """Read with source=random: a built-in model size, one of tiny, 5m, smollm2-135m, qwen2.5-0.5b,
-    qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b, qwen3-0.6b, qwen3-4b.
+    qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-30b-a3b,
+    qwen3-235b-a22b, olmoe-1b-7b.
     """
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Read with source=random: sizes that differ from model.shape, such as {layers: 4}."""
@@ -387,15 +388,19 @@ class MeshConfig(Section):
     """Number of shards of parameters and optimiser state (fully sharded data parallelism)."""
     tensor: int = Field(default=1, ge=1)
     """Number of shards of attention heads and MLP width (tensor parallelism)."""
+    expert: int = Field(default=1, ge=1)
+    """Number of shards of a mixture's experts (expert parallelism); must divide their number. The devices of
+    these shards have the same rows of a batch.
+    """
 
     @property
     def shape(self) -> dict[str, int]:
-        """Axis of the mesh -> size. No array is sharded over context and expert yet."""
-        return {**dict(self), "context": 1, "expert": 1}
+        """Axis of the mesh -> size. No array is sharded over context yet."""
+        return {**dict(self), "context": 1}
 
     @property
     def devices(self) -> int:
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.tensor * self.expert
 
 
 class SupervisedConfig(Section):

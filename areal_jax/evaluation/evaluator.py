@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from areal_jax.assembly.parts import make_engine
@@ -17,7 +16,7 @@ from areal_jax.models.model import Model
 from areal_jax.tasks.source import WeightedTask
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.store import dtype_in, wire_copy
+from areal_jax.weights.store import is_in, wire_copy
 
 
 class Evaluator:
@@ -56,7 +55,7 @@ class Evaluator:
 def as_served(value: VersionedParams, config: Config) -> VersionedParams:
     """Returns `value` as generation hosts get it: parameters in weights.wire_dtype, and their digest."""
     dtype = config.wire_dtype
-    if any(leaf.dtype != dtype_in(leaf.dtype, dtype) for leaf in jax.tree.leaves(value.params)):
+    if not is_in(value.params, dtype):
         return wire_copy(value, dtype)
     return value._replace(digest=value.digest or digest(value.params))
 

@@ -51,10 +51,11 @@ from areal_jax.models.kernels.paged_attention import choose_for
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.models.model import Model, Params
 from areal_jax.models.quantize import has_codes, quantize_tree
+from areal_jax.models.transformer import Execution
 from areal_jax.parallel.mesh import has_fp8, make_mesh, param_shardings, platform_of, replicated
 from areal_jax.parallel.program_errors import Running
 from areal_jax.types import ArealError, SampleId, Sampling, VersionedParams
-from areal_jax.weights.store import dtype_in
+from areal_jax.weights.store import abstract_in
 
 LOW = 2**32 - 1
 """Mask of the lower 32 bits of a seed."""
@@ -208,7 +209,14 @@ class Engine(jetstream.Engine):
         """Number of KV pages of the prompts of a prefill, together."""
         ends_early = self._platform not in ("gpu", "cuda")
         programs = Programs(
-            self._served, decode_steps, self.recompute_chunk, support_size, reserved_slots, kernel, ends_early
+            self._served,
+            decode_steps,
+            self.recompute_chunk,
+            support_size,
+            reserved_slots,
+            Execution(mesh=self._mesh),
+            kernel,
+            ends_early,
         )
         self._truncation = Truncation.of(self._sampling)
         self._compile(programs)
@@ -531,8 +539,8 @@ class Engine(jetstream.Engine):
 
     def blank(self, dtype: str) -> VersionedParams:
         """Returns parameters of value 0 in `dtype`, as version -1, for `warm` before a version arrives."""
-        zeros = lambda like, on: jnp.zeros(like.shape, dtype_in(like.dtype, dtype), device=on)  # noqa: E731
-        params = jax.tree.map(zeros, self.model.abstract_params, self.param_shardings)
+        zeros = lambda like: jnp.zeros(like.shape, like.dtype, device=like.sharding)  # noqa: E731
+        params = jax.tree.map(zeros, self.abstract_params(dtype))
         return VersionedParams(-1, params, "")
 
     def warm(self, params: VersionedParams) -> None:
@@ -559,11 +567,7 @@ class Engine(jetstream.Engine):
 
     def abstract_params(self, dtype: str) -> Params:
         """Returns shapes, dtypes and shardings of parameters published in `dtype`, before `load_params`."""
-        return jax.tree.map(
-            lambda like, on: jax.ShapeDtypeStruct(like.shape, dtype_in(like.dtype, dtype), sharding=on),
-            self.model.abstract_params,
-            self.param_shardings,
-        )
+        return abstract_in(dtype, self.model.abstract_params, self.param_shardings)
 
     def abstract_served(self, dtype: str) -> Params:
         """Returns shapes, dtypes and shardings of the result of `load_params`, as `abstract_params`."""

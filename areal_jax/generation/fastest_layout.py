@@ -23,7 +23,7 @@ from areal_jax.models.attention import PackedAttention
 from areal_jax.models.device_layout import WeightLayout, laid_out
 from areal_jax.models.model import Model
 from areal_jax.plugin import version_of
-from areal_jax.weights.store import dtype_in
+from areal_jax.weights.store import bytes_in, dtypes_in
 
 CANDIDATES: tuple[WeightLayout, WeightLayout] = ("feature_major", "split")
 """The default and its rival. Stacked weights are copied at every step and are no candidate on a CPU."""
@@ -71,7 +71,9 @@ def measured_s(model: Model, slots: int) -> dict[WeightLayout, float]:
         dataclasses.replace(config, layers=math.ceil(MEASURED_BYTES / _layer_bytes(model))), model.tokenizer
     )
     params = jax.tree.map(  # not zeros: pages that were never written share one page of memory
-        lambda like: jnp.ones(like.shape, dtype_in(like.dtype, config.params_dtype)), few.abstract_params
+        lambda like, kind: jnp.ones(like.shape, kind),
+        few.abstract_params,
+        dtypes_in(few.abstract_params, config.params_dtype),
     )
     tokens = jnp.zeros((slots, 1), jnp.int32)
     step = jax.jit(lambda params: few.hidden(params, tokens, tokens, PackedAttention(tokens + 1))[0])
@@ -87,10 +89,7 @@ def measured_s(model: Model, slots: int) -> dict[WeightLayout, float]:
 
 def _layer_bytes(model: Model) -> int:
     """Returns the bytes of one layer's parameters as published."""
-    leaves = jax.tree.leaves(model.abstract_params["blocks"])
-    dtype = model.config.params_dtype
-    total = sum(leaf.size * jnp.dtype(dtype_in(leaf.dtype, dtype)).itemsize for leaf in leaves)
-    return total // model.config.layers
+    return bytes_in(model.abstract_params["blocks"], model.config.params_dtype) // model.config.layers
 
 
 def _key(model: Model, slots: int, cores: int) -> str:

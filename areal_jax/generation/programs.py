@@ -36,6 +36,7 @@ from areal_jax.generation import jetstream
 from areal_jax.generation.slots import Prefix, Request
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.model import Model, Params
+from areal_jax.models.transformer import Execution
 
 NONE = 0
 """Entry of a page table without a page: KV written through it goes to the scratch page, 0."""
@@ -211,6 +212,7 @@ class Programs:
     support_size: int
     reserved_slots: int
     """Number of slots, from slot 0 on, with pages reserved for them."""
+    execution: Execution
     kernel: PagedKernel | None
     """Attention kernel of decode steps, prefill and recompute; None: attention over blocks."""
     ends_early: bool
@@ -234,7 +236,7 @@ class Programs:
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         at = jnp.minimum(positions, table.shape[1] * cache.page_tokens - 1)
         attend = self.model.paged_attention(table, at, positions < known, self.kernel, self.ends_early)
-        return self.model.hidden(params, tokens, positions, attend, cache)[1]
+        return self.model.hidden(params, tokens, positions, attend, cache, self.execution)[1]
 
     def insert(
         self, state: DecodeState, prefix: Prefix, slot: Array, r: Request, sibling: Array
@@ -323,7 +325,7 @@ class Programs:
         at = state.filled - 1
         fed = jnp.take_along_axis(state.tokens, at[:, None], axis=1)
         attend = self.model.paged_attention(state.pages.table, at[:, None], going[:, None], self.kernel)
-        hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache)
+        hidden, cache = self.model.hidden(params, fed, at[:, None], attend, state.cache, self.execution)
         logits = self.model.logits(params, hidden[:, 0])
         occurs = state.occurs
         if r.penalty is not None and occurs is not None:

@@ -40,6 +40,12 @@ cache; over packed rows the cache is None.
 """
 
 
+def live_tokens(attend: Attention, x: Array) -> Bool[Array, "B T"]:
+    """Returns which of the tokens `x` (B, T, D) are not padding; an attention that does not say has none."""
+    found = getattr(attend, "is_live", None)
+    return jnp.ones(x.shape[:2], bool) if found is None else found
+
+
 class PackedAttention(struct.PyTreeNode):
     """Causal attention inside each segment (one sample) of a packed row, or along its prefix tree.
 
@@ -54,6 +60,10 @@ class PackedAttention(struct.PyTreeNode):
     """Used if `subtree_ends` is None; otherwise, and if the kernel is None, JAX code computes block pairs."""
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     """The trainer's mesh: each device computes its own rows. None: XLA chooses the split over devices."""
+
+    @property
+    def is_live(self) -> Bool[Array, "B T"]:
+        return self.segment_ids > 0
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
         if self.kernel is not None and self.subtree_ends is None:
@@ -88,6 +98,10 @@ class PagedAttention(struct.PyTreeNode):
     """Without a kernel: whether the steps end with the longest slot's last token; otherwise all pages of
     `table` are read. A GPU copies the condition of a loop that ends early to the host at each of its steps.
     """
+
+    @property
+    def is_live(self) -> Bool[Array, "N C"]:
+        return self.is_written
 
     def extended(self, layer: Any, cache: KVPages, k: Any, v: Any) -> KVPages:
         """Returns the cache with this call's keys `k` and values `v` written to the layer's pages."""

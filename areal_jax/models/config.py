@@ -14,6 +14,17 @@ from areal_jax.types import ArealError
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
 """Names of the weight matrices of a transformer block; each of them can have a LoRA adapter."""
 
+ROUTER = "router"
+"""Name of the matrix that sends tokens to experts; no cast ever takes bits from it."""
+EXPERT_PROJECTIONS = ("expert_gate", "expert_up", "expert_down")
+"""Names of the matrices of a block's experts, each an array of all experts' matrices, without adapters."""
+
+
+def is_router(path: Any) -> bool:
+    """Whether a path in a tree of parameters, nested or flat, is that of a router's matrix."""
+    names = (getattr(key, "key", getattr(key, "name", None)) for key in path)
+    return any(str(name).rpartition(".")[2] == ROUTER for name in names)
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -65,6 +76,24 @@ class ModelConfig:
     """Whether queries, keys and values have biases, as in Qwen2."""
     has_qk_norm: bool = False
     """Whether each head of queries and keys has an RMSNorm, as in Qwen3."""
+    is_qk_norm_joint: bool = False
+    """Whether, with has_qk_norm, one RMSNorm is over all heads of the queries, and one over all of the keys,
+    as in OLMoE.
+    """
+    clip_qkv: float | None = None
+    """Largest absolute value of queries, keys and values, to which others are clipped; None: not clipped."""
+    experts: int = 0
+    """Number of experts of each layer's mixture (E); 0: each layer has an MLP of `mlp_width` instead."""
+    experts_per_token: int = 0
+    """Number of experts that a token is sent to (k)."""
+    expert_width: int = 0
+    """Width of an expert's MLP."""
+    has_unit_weights: bool = False
+    """Whether the weights of a token's experts are divided by their sum (`norm_topk_prob`)."""
+    shared_width: int = 0
+    """Width of the MLP that all tokens pass beside their experts, as in Qwen2-MoE; 0: there is none."""
+    family: str | None = None
+    """The `model_type` of its Hugging Face folder; None: that of the first family with its options."""
     dtype: str = "float32"
     """dtype of the operands of matrix products."""
     accumulate: str = "float32"  # float32 | float64
@@ -102,6 +131,7 @@ class ModelConfig:
                 raise ArealError(
                     f"model: {name}={size!r} is not a valid size; give a whole number of at least 1"
                 )
+        self._require_experts()
         if self.heads % self.kv_heads:
             raise ArealError(
                 f"model: kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor of "
@@ -113,10 +143,45 @@ class ModelConfig:
                 "choose an even head_dim"
             )
         self._require_accumulate()
-        if self.quantize in ("int4", "nf4") and (self.width % 2 or self.mlp_width % 2):
+        if self.quantize in ("int4", "nf4"):
+            names = ("expert_width", "shared_width") if self.experts else ("mlp_width",)
+            odd = [f"{name}={getattr(self, name)}" for name in ("width", *names) if getattr(self, name) % 2]
+            if odd:
+                raise ArealError(
+                    f"model.quantize={self.quantize} packs two codes into a byte, but {' and '.join(odd)} is "
+                    "odd; use model.quantize=int8"
+                )
+
+    def _require_experts(self) -> None:
+        """Raise ArealError if the sizes of the mixture of experts are invalid or contradict each other."""
+        for name in ("experts", "experts_per_token", "expert_width", "shared_width"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ArealError(
+                    f"model: {name}={size!r} is not a valid size; give a whole number of at least 0"
+                )
+            if size and not self.experts:
+                raise ArealError(
+                    f"model: {name}={size} with experts=0, a model without experts; set experts to their "
+                    f"number, or {name} to 0"
+                )
+        if not self.experts:
+            return
+        if not 1 <= self.experts_per_token <= self.experts:
             raise ArealError(
-                f"model.quantize={self.quantize} packs two codes into a byte, so width and mlp_width must be "
-                f"even; they are {self.width} and {self.mlp_width}; use model.quantize=int8"
+                f"model: experts_per_token={self.experts_per_token} with experts={self.experts}; give 1 to "
+                f"{self.experts}"
+            )
+        if self.expert_width < 1:
+            raise ArealError(
+                f"model: expert_width={self.expert_width} with experts={self.experts}; give the width of an "
+                "expert's MLP"
+            )
+        if self.lora is not None and (adapted := set(self.lora.names) & {"gate", "up", "down"}):
+            raise ArealError(
+                f"model.lora.targets={self.lora.targets} matches {', '.join(sorted(adapted))}, which are "
+                "matrices of experts in this model, and experts have no adapters; set "
+                "model.lora.targets='q|k|v|out'"
             )
 
     def _require_accumulate(self) -> None:
@@ -139,16 +204,20 @@ class ModelConfig:
                 )
 
 
-QWEN25 = dict(rope_theta=1e6, norm_eps=1e-6, has_qkv_bias=True)
+QWEN25 = dict(family="qwen2", rope_theta=1e6, norm_eps=1e-6, has_qkv_bias=True)
 QWEN3 = dict(
-    rope_theta=1e6, norm_eps=1e-6, has_qk_norm=True, kv_heads=8, head_dim=128, vocab_size=151_936
+    family="qwen3", rope_theta=1e6, norm_eps=1e-6, has_qk_norm=True, kv_heads=8, head_dim=128,
+    vocab_size=151_936,
 )  # fmt: skip
+QWEN3_MOE = QWEN3 | dict(
+    family="qwen3_moe", kv_heads=4, is_tied=False, experts=128, experts_per_token=8, has_unit_weights=True
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=256),
     "5m": dict(layers=6, width=256, heads=8, kv_heads=4, head_dim=32, mlp_width=704),
     "smollm2-135m": dict(
-        layers=30, width=576, heads=9, kv_heads=3, head_dim=64, mlp_width=1536, rope_theta=100_000.0,
-        vocab_size=49_152,
+        family="llama", layers=30, width=576, heads=9, kv_heads=3, head_dim=64, mlp_width=1536,
+        rope_theta=100_000.0, vocab_size=49_152,
     ),
     "qwen2.5-0.5b": dict(
         layers=24, width=896, heads=14, kv_heads=2, head_dim=64, mlp_width=4864, vocab_size=151_936, **QWEN25
@@ -166,7 +235,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         is_tied=False, **QWEN25,
     ),
     "qwen3-0.6b": dict(layers=28, width=1024, heads=16, mlp_width=3072, **QWEN3),
+    "qwen3-1.7b": dict(layers=28, width=2048, heads=16, mlp_width=6144, **QWEN3),
     "qwen3-4b": dict(layers=36, width=2560, heads=32, mlp_width=9728, **QWEN3),
+    "qwen3-8b": dict(layers=36, width=4096, heads=32, mlp_width=12_288, is_tied=False, **QWEN3),
+    "qwen3-30b-a3b": dict(layers=48, width=2048, heads=32, mlp_width=6144, expert_width=768, **QWEN3_MOE),
+    "qwen3-235b-a22b": dict(
+        layers=94, width=4096, heads=64, mlp_width=12_288, expert_width=1536, **QWEN3_MOE
+    ),
+    "olmoe-1b-7b": dict(
+        family="olmoe", layers=16, width=2048, heads=16, kv_heads=16, head_dim=128, mlp_width=1024,
+        vocab_size=50_304, is_tied=False, has_qk_norm=True, is_qk_norm_joint=True, experts=64,
+        experts_per_token=8, expert_width=1024,
+    ),
 }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from jaxtyping import Array
 
 from areal_jax.models.config import PROJECTIONS
 from areal_jax.models.model import Model, Params
+from areal_jax.models.projections import FeatureMajor
 from areal_jax.models.quantize import inputs_of
-from areal_jax.models.transformer import FeatureMajor
 from areal_jax.parallel.mesh import platform_of, replicated
 
 WeightLayout = Literal["stacked", "split", "feature_major"]

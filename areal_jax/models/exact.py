@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.attention import Attention, PackedAttention, PagedAttention
 from areal_jax.models.blockwise import NEGATIVE
-from areal_jax.models.config import PROJECTIONS
+from areal_jax.models.config import EXPERT_PROJECTIONS, PROJECTIONS
 from areal_jax.models.kv_pages import KVPages
 
 TILE = 8
@@ -32,7 +32,7 @@ TILE = 8
 KV_BLOCK = 32
 """Keys that a row attends to per step; the first block begins at the first token of the row's sample."""
 
-MATRICES = frozenset((*PROJECTIONS, *(f"{name}_lora" for name in PROJECTIONS)))
+MATRICES = frozenset((*PROJECTIONS, *EXPERT_PROJECTIONS, *(f"{name}_lora" for name in PROJECTIONS)))
 
 
 # --- tiles --------------------------------------------------------------------------------------------------
@@ -148,8 +148,12 @@ class ExactPackedAttention(struct.PyTreeNode):
         start, before = (jnp.take_along_axis(x, first, axis=1) for x in (positions, previous))
         return cls(bounded, positions, own, start, row + before)
 
+    @property
+    def is_live(self) -> Bool[Array, "B T"]:
+        return self.bounded.is_live
+
     def rows(self, f: Callable[..., Any], *args: Any) -> Any:
-        return _by_rows(f, args, self.bounded.segment_ids > 0)
+        return _by_rows(f, args, self.is_live)
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
         keys, values = (x.reshape(-1, *x.shape[2:]).astype(jnp.float32) for x in (k, v))
@@ -175,7 +179,7 @@ class ExactPagedAttention(PagedAttention):
     """`PagedAttention` with exact numerics: tiles of TILE queries read KV_BLOCK keys per step; no kernel."""
 
     def rows(self, f: Callable[..., Any], *args: Any) -> Any:
-        return _by_rows(f, args, self.is_written)
+        return _by_rows(f, args, self.is_live)
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: KVPages) -> tuple[Array, KVPages]:
         size = cache.page_tokens
@@ -253,13 +257,15 @@ def rows_of(attend: Attention) -> Callable[..., Any]:
 
 
 def as_attended(
-    run: Callable[..., Any], attend: Attention, fixed: Any, x: Array, others: Any, kept: str | None = None
+    run: Callable[..., Any], attend: Attention, fixed: tuple, x: Array, others: Any, kept: str | None = None
 ) -> Any:
     """Returns `run(attend, fixed, x, others)`, with gradients with respect to `x` and `others`.
 
-    If `attend` is exact attention over packed rows, the gradients are those of `attend.bounded`, without
-    tiles. They, and those of any attention if `kept` is given, come from a second run of the computation: the
-    first one stores its arguments alone, `x` as `kept` (None: as it is). `fixed` then has no gradient.
+    `fixed`: a pair of anything without a gradient, and of choices, which are integers; None: `run` chooses.
+    `run` returns a result and the choices that it made or was given. If `attend` is exact attention over
+    packed rows, the gradients are those of `attend.bounded`, without tiles. They, and those of any attention
+    if `kept` is given, come from a second run of the computation with the same choices: the first one stores
+    its arguments and choices alone, `x` as `kept` (None: as it is).
     """
     if kept is None and not isinstance(attend, ExactPackedAttention):
         return run(attend, fixed, x, others)
@@ -267,18 +273,25 @@ def as_attended(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run_again(run: Any, kept: str | None, attend: Attention, fixed: Any, x: Array, others: Any) -> Any:
+def _run_again(run: Any, kept: str | None, attend: Attention, fixed: tuple, x: Array, others: Any) -> Any:
     return run(attend, fixed, x, others)
 
 
-def _stored(run: Any, kept: str | None, attend: Any, fixed: Any, x: Array, others: Any) -> tuple[Any, tuple]:
-    return run(attend, fixed, x, others), (attend, fixed, x.astype(kept or x.dtype), others)
+def _stored(
+    run: Any, kept: str | None, attend: Any, fixed: tuple, x: Array, others: Any
+) -> tuple[Any, tuple]:
+    result, choices = run(attend, fixed, x, others)
+    return (result, choices), (attend, (fixed[0], choices), x.astype(kept or x.dtype), others)
 
 
 def _slopes(run: Any, kept: str | None, stored: tuple, slope: Any) -> tuple:
     attend, fixed, x, others = stored
     bounded = attend.bounded if isinstance(attend, ExactPackedAttention) else attend
-    of_x, of_others = jax.vjp(partial(run, bounded, fixed), x.astype(jnp.float32), others)[1](slope)
+
+    def again(x: Array, others: Any) -> Any:
+        return run(bounded, fixed, x, others)[0]
+
+    of_x, of_others = jax.vjp(again, x.astype(jnp.float32), others)[1](slope[0])
     return None, None, of_x, of_others
 
 

@@ -17,21 +17,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.attention import Attention, PackedAttention, PagedAttention
-from areal_jax.models.config import ModelConfig
+from areal_jax.models.config import EXPERT_PROJECTIONS, ModelConfig
 from areal_jax.models.exact import ExactPackedAttention, ExactPagedAttention, in_tiles, rounded
 from areal_jax.models.kernels.packed_attention import Kernel
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.lora import adapters_of, base_of, merge_adapters, with_adapters
 from areal_jax.models.products import product
+from areal_jax.models.projections import FeatureMajor, project
 from areal_jax.models.quantize import dequantize_tree, quantize_tree
-from areal_jax.models.transformer import (
-    PLAIN,
-    Execution,
-    FeatureMajor,
-    Transformer,
-    as_published,
-    project,
-)
+from areal_jax.models.transformer import PLAIN, Execution, Transformer, as_published
 from areal_jax.types import ArealError, Batch, PreparedBatch
 
 Params = Any
@@ -95,6 +89,21 @@ class Model:
         """Number of parameters, adapters included; a quantised matrix counts like the matrix in floats."""
         leaves = jax.tree.leaves((self.base.abstract_params, adapters_of(self.abstract_params)))
         return sum(leaf.size for leaf in leaves)
+
+    @cached_property
+    def expert_parameter_count(self) -> int:
+        """Number of parameters of all experts; 0 without a mixture of experts."""
+        named = jax.tree.leaves_with_path(self.base.abstract_params)
+        return sum(leaf.size for path, leaf in named if path[-1].key in EXPERT_PROJECTIONS)
+
+    @property
+    def active_parameter_count(self) -> int:
+        """Number of parameters that a token passes through: of all experts only its own."""
+        c = self.config
+        if not c.experts:
+            return self.parameter_count
+        idle = c.experts - c.experts_per_token
+        return self.parameter_count - self.expert_parameter_count * idle // c.experts
 
     @cached_property
     def base(self) -> Model:
@@ -178,7 +187,7 @@ class Model:
             apart = params["blocks"]
             params = {name: params[name] for name in self.abstract_params} | {"blocks": apart[0]}
         transformer = nnx.merge(self._abstract[0], params)
-        return transformer(tokens, positions, attend, cache, execution, apart)
+        return transformer(tokens, positions, attend, cache, execution, apart=apart)[:2]
 
     def _require_float64(self) -> None:
         """Raise ArealError if the config accumulates in float64, but JAX would use float32 instead."""

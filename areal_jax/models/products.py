@@ -27,7 +27,7 @@ def product(x: Float[Array, "n I"], weight: Array, dtype: str, axis: int = 0) ->
     respect to x has the dtype of x.
     """
     if dtype in ("float32", "float64"):
-        return _sum(x.astype(dtype), weight.astype(dtype), 1, axis)
+        return summed(x.astype(dtype), weight.astype(dtype), 1, axis)
     return _reduced(x, weight, dtype, axis, (x.dtype, weight.dtype))
 
 
@@ -39,7 +39,7 @@ def _reduced(x: Array, weight: Array, dtype: str, axis: int, kinds: Any) -> Arra
 
 def _forward(x: Array, weight: Array, dtype: str, axis: int, kinds: Any) -> tuple[Array, tuple]:
     read = x.astype(dtype), weight.astype(dtype)
-    return _sum(*read, 1, axis), read
+    return summed(*read, 1, axis), read
 
 
 def _backward(dtype: str, axis: int, kinds: Any, kept: tuple, slope: Array) -> tuple[Array, Array]:
@@ -48,18 +48,34 @@ def _backward(dtype: str, axis: int, kinds: Any, kept: tuple, slope: Array) -> t
     `kept`: x and weight as the forward pass read them; `slope`: the gradient with respect to the result.
     """
     (x, weight), slope = kept, slope.astype(dtype)
-    of_x = _sum(slope, weight, 1, 1 - axis, kinds[0])
-    of_weight = _sum(x, slope, 0, 0) if axis == 0 else _sum(slope, x, 0, 0)
+    of_x = summed(slope, weight, 1, 1 - axis, kinds[0])
+    of_weight = summed(x, slope, 0, 0) if axis == 0 else summed(slope, x, 0, 0)
     return of_x, of_weight.astype(kinds[1])
 
 
 _reduced.defvjp(_forward, _backward)
 
 
-def _sum(left: Array, right: Array, left_axis: int, right_axis: int, result: Any = None) -> Array:
+def summed(left: Array, right: Array, left_axis: int, right_axis: int, result: Any = None) -> Array:
     """Returns left times right, two arrays of one dtype, summed over the two axes in `sum_dtype`.
 
     `result`: the dtype to which the sums are rounded; None: `sum_dtype`.
     """
     numbers = (((left_axis,), (right_axis,)), ((), ()))
     return jax.lax.dot_general(left, right, numbers, preferred_element_type=result or sum_dtype(left))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(shard: Array, axis: int, dtype: str) -> Array:
+    """Returns the matrix of which each fsdp device has a `shard` along `axis`, as values of `dtype`.
+
+    It is cast before the devices exchange it. Its gradient is summed in the shard's dtype, float32, and each
+    device gets the sum of its shard alone.
+    """
+    return jax.lax.all_gather(shard.astype(dtype), "fsdp", axis=axis, tiled=True).astype(shard.dtype)
+
+
+gathered.defvjp(
+    lambda shard, axis, dtype: (gathered(shard, axis, dtype), None),
+    lambda axis, dtype, _, slope: (jax.lax.psum_scatter(slope, "fsdp", scatter_dimension=axis, tiled=True),),
+)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from areal_jax.models.config import PROJECTIONS
+from areal_jax.models.config import EXPERT_PROJECTIONS, PROJECTIONS
 from areal_jax.plugin import needing
 
 CODES, SCALE = "codes", "scale"
@@ -29,8 +29,11 @@ TILE = 64
 
 
 def inputs_of(name: str) -> int:
-    """Returns the number of input axes of projection `name`: 2 (head, head dimension) for `out`, else 1."""
-    return 2 if name == "out" else 1
+    """Returns the number of axes of projection `name` before its outputs.
+
+    2 for `out` (head, head dimension) and for the matrices of experts (expert, input), else 1.
+    """
+    return 2 if name == "out" or name in EXPERT_PROJECTIONS else 1
 
 
 def quantized(matrix: Float[Array, "L ..."], kind: str, inputs: int) -> dict[str, Array]:
@@ -84,7 +87,7 @@ def quantize_tree(params: Any, kind: str) -> Any:
 
     def one(path: Any, leaf: Array) -> Any:
         name = path[-1].key
-        if name not in PROJECTIONS:
+        if name not in (*PROJECTIONS, *EXPERT_PROJECTIONS):
             return leaf
         return quantized(leaf.astype(jnp.float32), kind, inputs_of(name))  # published ones may be bfloat16
 

@@ -10,7 +10,6 @@ devices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -18,16 +17,17 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, struct
-from jax.sharding import NamedSharding
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention
 from areal_jax.models.blockwise import KEPT
-from areal_jax.models.config import ModelConfig
+from areal_jax.models.config import ModelConfig, is_router
 from areal_jax.models.exact import as_attended, is_exact, rounded, rows_of, with_matrices_in
-from areal_jax.models.products import product
-from areal_jax.models.quantize import dequantized, inputs_of, quantized
+from areal_jax.models.experts import Routes
+from areal_jax.models.mlp import ROUTES, GatedMLP, Mixture
+from areal_jax.models.projections import Projections, normal, ones, param
 from areal_jax.models.rope import inverse_frequencies
 
 Remat = Literal["none", "layer", "dots"]
@@ -46,6 +46,8 @@ class Execution(NamedTuple):
     XLA would shard activations like parameters: on an fsdp mesh each device would then compute all rows, but
     only a part of their width.
     """
+    mesh: Mesh | None = None
+    """The parameters' mesh, on whose devices a mixture of experts is split; None: one device."""
 
 
 PLAIN = Execution()
@@ -59,17 +61,22 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
     """
     if remat == "none":
         return layer
-    if remat == "layer":
-        return jax.checkpoint(layer)
     policies = jax.checkpoint_policies
-    kept = policies.save_from_both_policies(policies.checkpoint_dots, policies.save_only_these_names(KEPT))
-    return jax.checkpoint(layer, policy=kept)
+    if remat == "layer":
+        return jax.checkpoint(layer, policy=policies.save_only_these_names(ROUTES))
+    named = policies.save_only_these_names(KEPT, ROUTES)
+    return jax.checkpoint(layer, policy=policies.save_from_both_policies(policies.checkpoint_dots, named))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def as_published(params: Any, dtype: str) -> Any:
-    """Returns the parameters rounded to `dtype`, as if published in `dtype`; gradients pass unchanged."""
-    return jax.tree.map(lambda leaf: rounded(leaf, dtype), params)
+    """Returns the parameters rounded to `dtype`, as if published in `dtype`; gradients pass unchanged.
+
+    Routers are published whole.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if is_router(path) else rounded(leaf, dtype), params
+    )
 
 
 as_published.defvjp(
@@ -77,25 +84,14 @@ as_published.defvjp(
 )
 
 
-Axes = tuple[str | None, ...]
-"""Logical names of an array's axes; an axis with the name None is not sharded on any mesh."""
+def rms_norm(
+    x: Float[Array, "... D"], scale: Array, eps: float, axes: int | tuple[int, ...] = -1
+) -> Float[Array, "... D"]:
+    """Returns x / rms(x) * scale, in x's dtype (Zhang & Sennrich, arXiv:1910.07467).
 
-
-def _param(value: Array, axes: Axes) -> nnx.Param:
-    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
-
-
-def _normal(key: Array, shape: tuple[int, ...], axes: Axes, scale: float) -> nnx.Param:
-    return _param(scale * jax.random.normal(key, shape), axes)
-
-
-def _ones(size: int, axis: str) -> nnx.Param:
-    return _param(jnp.ones(size), (axis,))
-
-
-def rms_norm(x: Float[Array, "... D"], scale: Array, eps: float) -> Float[Array, "... D"]:
-    """Returns x / rms(x) * scale, in x's dtype (Zhang & Sennrich, arXiv:1910.07467)."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(x.dtype)
+    `axes`: those over which the mean of squares is taken.
+    """
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=axes, keepdims=True) + eps) * scale.astype(x.dtype)
 
 
 def rotate(
@@ -112,97 +108,6 @@ def rotate(
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
-class FeatureMajor(struct.PyTreeNode):
-    """A matrix stored transposed, a row per output: a CPU multiplies few rows of x by it without a copy."""
-
-    rows: Float[Array, "O I"]
-
-    def product(self, x: Float[Array, "... I"], dtype: str) -> Float[Array, "... O"]:
-        flat = x.reshape(-1, x.shape[-1]).astype(dtype)
-        count = len(flat)
-        if dtype == "bfloat16" and count < FEWEST_ROWS:
-            flat = jnp.pad(flat, ((0, FEWEST_ROWS - count), (0, 0)))
-        out = jax.lax.dot_general(
-            self.rows.astype(dtype), flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        # The barrier keeps XLA from rewriting this as x @ rows.T, which repacks the matrix.
-        return jax.lax.optimization_barrier(out).T[:count].reshape(*x.shape[:-1], -1)
-
-
-FEWEST_ROWS = 8
-"""bfloat16 products are padded to this many rows: for fewer, XLA's CPU kernel is several times slower."""
-
-
-def project(x: Float[Array, "... I"], weight: Array | FeatureMajor, dtype: str) -> Float[Array, "... O"]:
-    """Returns x @ weight as `products.product` computes it; the output axes are flattened to one.
-
-    Both operands are reshaped to two dimensions, as fast CPU kernels require.
-    """
-    if isinstance(weight, FeatureMajor):
-        return weight.product(x, dtype)
-    flat = weight.reshape(x.shape[-1], -1)
-    return product(x.reshape(-1, x.shape[-1]), flat, dtype).reshape(*x.shape[:-1], -1)
-
-
-class Adapter(nnx.Module):
-    """The low-rank factors a and b that adapt a matrix of `shape`; its first `inputs` axes are its inputs.
-
-    Initially a is random and b is zero, so that a b adds 0 (Hu et al., arXiv:2106.09685). The rank's axis is
-    not sharded.
-    """
-
-    def __init__(self, key: Array, shape: tuple[int, ...], axes: Axes, inputs: int, rank: int) -> None:
-        scale = math.prod(shape[:inputs]) ** -0.5
-        self.a = _normal(key, (*shape[:inputs], rank), (*axes[:inputs], None), scale)
-        self.b = _param(jnp.zeros((rank, *shape[inputs:])), (None, *axes[inputs:]))
-
-
-class Quantized(nnx.Module):
-    """A frozen matrix's codes and scale (`models.quantize`), all zeros until `Model.from_base` sets them."""
-
-    def __init__(self, kind: str, shape: tuple[int, ...], axes: Axes, inputs: int) -> None:
-        matrix = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-        for name, leaf in jax.eval_shape(partial(quantized, kind=kind, inputs=inputs), matrix).items():
-            setattr(self, name, _param(jnp.zeros(leaf.shape[1:], leaf.dtype), axes))
-
-
-class Projections(nnx.Module):
-    """The matrices of attention or of the MLP, in floats or quantised, and their adapters."""
-
-    def __init__(self, c: ModelConfig) -> None:
-        self.config = nnx.static(c)
-
-    def add(self, rngs: nnx.Rngs, name: str, shape: tuple[int, ...], axes: Axes, scale: float) -> None:
-        """Add the matrix `name` of `shape`, and its adapter, if the config has one.
-
-        `axes`: logical names of its axes. `scale`: standard deviation of its initial values.
-        """
-        c, inputs = self.config, inputs_of(name)
-        if c.quantize == "none":
-            setattr(self, name, _normal(rngs.params(), shape, axes, scale))
-        else:
-            setattr(self, name, Quantized(c.quantize, shape, axes, inputs))
-        if c.lora is not None and name in c.lora.names:
-            setattr(self, f"{name}_lora", Adapter(rngs.params(), shape, axes, inputs, c.lora.rank))
-
-    def matrix(self, name: str) -> Array | FeatureMajor:
-        """Returns the matrix W of the projection `name`, dequantised if it is stored as codes."""
-        weight, kind = getattr(self, name), self.config.quantize
-        if kind == "none":
-            return weight.get_value()
-        return dequantized(weight.codes[...], weight.scale[...], kind)
-
-    def projected(self, name: str, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        """Returns x W, plus (alpha / rank) (x a) b if W has an adapter; `project` computes each product."""
-        c = self.config
-        x, by = x.astype(c.activations), partial(project, dtype=c.dtype)
-        out = by(x, self.matrix(name))
-        if c.lora is None or name not in c.lora.names:
-            return out
-        adapter = getattr(self, f"{name}_lora")
-        return out + c.lora.scale * by(by(x, adapter.a[...]), adapter.b[...])
-
-
 class SelfAttention(Projections):
     """The projections before and after attention; the attention itself is an argument of `Block`."""
 
@@ -216,12 +121,15 @@ class SelfAttention(Projections):
         ):
             self.add(rngs, name, (c.width, heads, c.head_dim), ("embed", axis, "head_dim"), scale)
             if c.has_qkv_bias:
-                setattr(self, f"{name}_bias", _param(jnp.zeros((heads, c.head_dim)), (axis, "head_dim")))
+                setattr(self, f"{name}_bias", param(jnp.zeros((heads, c.head_dim)), (axis, "head_dim")))
         scale = (2 * c.layers * c.heads * c.head_dim) ** -0.5
         shape = (c.heads, c.head_dim, c.width)
         self.add(rngs, "out", shape, ("heads", "head_dim", "embed"), scale)
-        if c.has_qk_norm:
-            self.q_norm, self.k_norm = _ones(c.head_dim, "head_dim"), _ones(c.head_dim, "head_dim")
+        if c.has_qk_norm and c.is_qk_norm_joint:
+            self.q_norm = param(jnp.ones((c.heads, c.head_dim)), ("heads", "head_dim"))
+            self.k_norm = param(jnp.ones((c.kv_heads, c.head_dim)), ("kv_heads", "head_dim"))
+        elif c.has_qk_norm:
+            self.q_norm, self.k_norm = ones(c.head_dim, "head_dim"), ones(c.head_dim, "head_dim")
 
     def queries_keys_values(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         c = self.config
@@ -231,7 +139,11 @@ class SelfAttention(Projections):
                 x + getattr(self, f"{name}_bias")[...] for x, name in zip((q, k, v), "qkv", strict=True)
             )
         if c.has_qk_norm:
-            q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
+            axes = (-2, -1) if c.is_qk_norm_joint else -1
+            q = rms_norm(q, self.q_norm[...], c.norm_eps, axes)
+            k = rms_norm(k, self.k_norm[...], c.norm_eps, axes)
+        if (most := c.clip_qkv) is not None:
+            q, k, v = (jnp.clip(x, -most, most) for x in (q, k, v))
         frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.accumulate)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         return q, k.astype(c.dtype), v.astype(c.dtype)
@@ -240,73 +152,39 @@ class SelfAttention(Projections):
         return self.projected("out", attended.reshape(*attended.shape[:-2], -1))
 
 
-class GatedMLP(Projections):
-    """Computes down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202)."""
-
-    def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
-        super().__init__(c)
-        self.add(rngs, "gate", (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
-        self.add(rngs, "up", (c.width, c.mlp_width), ("embed", "mlp"), c.width**-0.5)
-        scale = (2 * c.layers * c.mlp_width) ** -0.5
-        self.add(rngs, "down", (c.mlp_width, c.width), ("mlp", "embed"), scale)
-
-    def __call__(self, x: Array) -> Array:
-        gate, up = self.projected("gate", x), self.projected("up", x)
-        if self.config.activations == self.config.accumulate:
-            return self.gated(gate, up)
-        graph, params = nnx.split(self)
-        return _gated(graph, params, gate, up)
-
-    def gated(self, gate: Array, up: Array) -> Array:
-        """Returns down(silu(gate) * up) of the projections' results `gate` and `up`."""
-        return self.projected("down", jax.nn.silu(gate) * up)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(graph: Any, params: Any, gate: Array, up: Array) -> Array:
-    """Returns `GatedMLP.gated`. The backward pass reads `gate` and `up` rounded to the model's dtype.
-
-    It computes their product again from these, so that it needs no float32 array of their size.
-    """
-    return nnx.merge(graph, params).gated(gate, up)
-
-
-def _gated_forward(graph: Any, params: Any, gate: Array, up: Array) -> tuple[Array, tuple]:
-    mlp = nnx.merge(graph, params)
-    return mlp.gated(gate, up), (params, gate.astype(mlp.config.dtype), up.astype(mlp.config.dtype))
-
-
-def _gated_backward(graph: Any, kept: tuple, slope: Array) -> tuple:
-    params, *inputs = kept
-    # XLA fuses what reads one array into one kernel, but not if the array is a product's own result.
-    inputs = jax.lax.optimization_barrier(inputs)
-
-    def gated(params: Any, gate: Array, up: Array) -> Array:
-        return nnx.merge(graph, params).gated(gate, up)
-
-    return jax.vjp(gated, params, *(x.astype(slope.dtype) for x in inputs))[1](slope)
-
-
-_gated.defvjp(_gated_forward, _gated_backward)
-
-
 class Block(nnx.Module):
     """One layer: attention, then MLP; each reads the normed residual stream and adds its result to it."""
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
-        self.attention_norm = _ones(c.width, "embed")
+        self.attention_norm = ones(c.width, "embed")
         self.attention = SelfAttention(c, rngs)
-        self.mlp_norm = _ones(c.width, "embed")
-        self.mlp = GatedMLP(c, rngs)
+        self.mlp_norm = ones(c.width, "embed")
+        self.mlp = Mixture(c, rngs) if c.experts else GatedMLP(c, rngs)
 
     def __call__(
-        self, layer: Array, x: Array, positions: Array, attend: Attention, cache: Any
-    ) -> tuple[Array, Any]:
+        self,
+        layer: Array,
+        x: Array,
+        positions: Array,
+        attend: Attention,
+        cache: Any,
+        *,
+        experts: Int[Array, "B T k"] | None,
+        mesh: Mesh | None,
+    ) -> tuple[tuple[Array, Any], Int[Array, "B T k"] | None]:
+        """Returns (x after this layer, cache), and the experts of each token (None without a mixture).
+
+        `experts`: those to use; None: the router chooses them. `mesh`: the mesh of the parameters.
+        """
         by_rows = rows_of(attend)
         q, k, v = by_rows(self.before, x, positions)
         attended, cache = attend(layer, q, k, v, cache)
-        return by_rows(self.after, x, attended), cache
+        if isinstance(self.mlp, GatedMLP):
+            return (by_rows(self.after, x, attended), cache), None
+        x, normed, routes = by_rows(self.routed, x, attended, *([] if experts is None else [experts]))
+        mixed = self.mlp.mixed(normed, routes, attend, mesh)
+        return (by_rows(self.joined, x, normed, mixed), cache), routes.experts
 
     def before(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Returns the queries, keys and values of the tokens in `x`, each computed from its token alone."""
@@ -314,8 +192,21 @@ class Block(nnx.Module):
 
     def after(self, x: Array, attended: Array) -> Array:
         """Returns `x` plus the projected attention output `attended`, plus the MLP's result for that sum."""
+        assert isinstance(self.mlp, GatedMLP)
         x = x + self.attention.mixed(attended)
         return x + self.mlp(self._normed(x, self.mlp_norm))
+
+    def routed(self, x: Array, attended: Array, experts: Array | None = None) -> tuple[Array, Array, Routes]:
+        """Returns the sum after attention, what the experts read of it, and the routes of its tokens."""
+        assert isinstance(self.mlp, Mixture)
+        x = x + self.attention.mixed(attended)
+        normed = rms_norm(x, self.mlp_norm[...], self.config.norm_eps)
+        return x, normed.astype(self.config.activations), self.mlp.routes(normed, experts)
+
+    def joined(self, x: Array, normed: Array, mixed: Array) -> Array:
+        """Returns `x` plus the results of the experts, and of the MLP that all tokens share."""
+        assert isinstance(self.mlp, Mixture)
+        return x + self.mlp.with_shared(normed, mixed)
 
     def _normed(self, x: Array, scale: nnx.Param) -> Array:
         return rms_norm(x, scale[...], self.config.norm_eps).astype(self.config.activations)
@@ -326,7 +217,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = nnx.static(c)
-        self.embedding = _normal(rngs.params(), (c.vocab_size, c.width), ("vocab", "embed"), c.width**-0.5)
+        self.embedding = normal(rngs.params(), (c.vocab_size, c.width), ("vocab", "embed"), c.width**-0.5)
 
         @nnx.split_rngs(splits=c.layers)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
@@ -334,9 +225,9 @@ class Transformer(nnx.Module):
             return Block(c, rngs)
 
         self.blocks = stacked(rngs)
-        self.norm = _ones(c.width, "embed")
+        self.norm = ones(c.width, "embed")
         if not c.is_tied:
-            self.head = _normal(rngs.params(), (c.width, c.vocab_size), ("embed", "vocab"), c.width**-0.5)
+            self.head = normal(rngs.params(), (c.width, c.vocab_size), ("embed", "vocab"), c.width**-0.5)
 
     def __call__(
         self,
@@ -345,9 +236,12 @@ class Transformer(nnx.Module):
         attend: Attention,
         cache: Any,
         execution: Execution,
+        *,
         apart: Sequence[Any] = (),
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """Returns the hidden states after the last norm, and the cache with these tokens' KV added.
+        experts: Int[Array, "L B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, Int[Array, "L B T k"] | None]:
+        """Returns the hidden states after the last norm, the cache with these tokens' KV added, and the
+        experts that each token passed through (None without a mixture); `experts`: those to use.
 
         With an exact attention (`models.exact`) the forward pass keeps only each layer's inputs for the
         backward pass, whatever `execution.remat` is. `apart`: each layer's parameters as a tree of their own;
@@ -360,20 +254,22 @@ class Transformer(nnx.Module):
         rounds = self.config.activations != self.config.accumulate
         kept = self.config.dtype if execution.remat == "layer" and rounds else None
 
-        def layer_by(attend: Attention, fixed: tuple, x: Array, others: tuple) -> tuple[Array, Any]:
-            (index, positions), (params, cache) = fixed, others
+        def layer_by(attend: Attention, fixed: tuple, x: Array, others: tuple) -> Any:
+            ((index, positions), experts), (params, cache) = fixed, others
             params = as_published(params, read)
             if is_exact(attend):
                 params = with_matrices_in(params, self.config.dtype)
-            return nnx.merge(graph, params)(index, x, positions, attend, cache)
+            block = nnx.merge(graph, params)
+            return block(index, x, positions, attend, cache, experts=experts, mesh=execution.mesh)
 
-        def one_layer(carry: tuple[Array, Any], layer: tuple[Any, Any]) -> tuple[tuple[Array, Any], None]:
-            (x, cache), (index, params) = carry, layer
-            x, cache = as_attended(layer_by, attend, (index, positions), x, (params, cache), kept)
-            return (placed(x), cache), None
+        def one_layer(carry: tuple[Array, Any], layer: tuple[Any, ...]) -> tuple[tuple[Array, Any], Any]:
+            (x, cache), (index, params, experts) = carry, layer
+            fixed, others = ((index, positions), experts), (params, cache)
+            (x, cache), experts = as_attended(layer_by, attend, fixed, x, others, kept)
+            return (placed(x), cache), experts
 
-        def last_norm(attend: Attention, fixed: None, x: Array, scale: Array) -> Array:
-            return rows_of(attend)(lambda x: rms_norm(x, scale, self.config.norm_eps), x)
+        def last_norm(attend: Attention, fixed: tuple, x: Array, scale: Array) -> tuple[Array, None]:
+            return rows_of(attend)(lambda x: rms_norm(x, scale, self.config.norm_eps), x), None
 
         def placed(x: Array) -> Array:
             rows = execution.rows
@@ -381,10 +277,16 @@ class Transformer(nnx.Module):
 
         x = placed(as_published(self.embedding[...][tokens].astype(self.config.accumulate), read))
         if apart:
+            found = []
             for index, params in enumerate(apart):
-                (x, cache), _ = one_layer((x, cache), (index, params))
+                own = None if experts is None else experts[index]
+                (x, cache), used = one_layer((x, cache), (index, params, own))
+                found.append(used)
+            experts = jnp.stack(found) if self.config.experts else None
         else:
             is_stored_whole = kept is None and not is_exact(attend)
             body = rematerialised(one_layer, execution.remat) if is_stored_whole else one_layer
-            (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(self.config.layers), layers))
-        return as_attended(last_norm, attend, None, x, as_published(self.norm[...], read)), cache
+            each = jnp.arange(self.config.layers), layers, experts
+            (x, cache), experts = jax.lax.scan(body, (x, cache), each)
+        x, _ = as_attended(last_norm, attend, (None, None), x, as_published(self.norm[...], read))
+        return x, cache, experts

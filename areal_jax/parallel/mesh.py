@@ -1,12 +1,12 @@
 """Device meshes, and the rules by which a parameter's named axes (embed, mlp, ...) are split over mesh axes.
 
-The trainer's mesh has the axes data, fsdp, tensor, context, expert; the last two are reserved (size 1). A
-generation host's mesh has only the axis tensor.
+The trainer's mesh has the axes data, fsdp, tensor, context, expert; context is reserved (size 1). A
+generation host's mesh has only the axis tensor, over which it splits experts too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.types import ArealError
 
-RULES: dict[str, str | None] = {
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    "experts": ("expert", "tensor"),
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",
@@ -24,6 +25,7 @@ RULES: dict[str, str | None] = {
     "head_dim": None,
     "layers": None,
 }
+"""Logical name of a parameter's axis -> mesh axis; of several, the first that the mesh has."""
 ROWS = PartitionSpec(("data", "fsdp"))
 """Partition of a batch over the trainer's mesh: rows are split over the axes data and fsdp."""
 
@@ -105,14 +107,24 @@ def param_shardings(logical_axes: Any, abstract_params: Any, mesh: Mesh) -> Any:
     """
 
     def place(names: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        axes = [RULES[name] if name else None for name in names]
-        fits = [
-            axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
-            for axis, size in zip(axes, leaf.shape, strict=True)
-        ]
-        return NamedSharding(mesh, PartitionSpec(*fits))
+        return NamedSharding(mesh, spec_of(names, leaf.shape, mesh))
 
     return jax.tree.map(place, logical_axes, abstract_params, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def spec_of(names: Iterable[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Returns the partition over the mesh of a parameter of `shape`, with these logical names of its axes.
+
+    Each mesh axis splits at most one of them, the first that it divides.
+    """
+    spec: list[str | None] = []
+    for name, size in zip(names, shape, strict=True):
+        rule = RULES[name] if name else None
+        there = [axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if axis in mesh.shape]
+        axis = there[0] if there else None
+        is_free = axis is not None and axis not in spec and size % mesh.shape[axis] == 0
+        spec.append(axis if is_free else None)
+    return PartitionSpec(*spec)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

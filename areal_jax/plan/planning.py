@@ -266,7 +266,7 @@ def speed(recipe: Recipe, programs: Sequence[PlannedProgram], target: Target) ->
         step_s=trainer_s + hosts_s if takes_turns else max(trainer_s, hosts_s),
         trained_tokens_per_s=trained / trainer_s,
         sampled_tokens_per_s=samples * c.generation.max_tokens / hosts_s,
-        mfu=6 * recipe.model.parameter_count * trained / trainer_s / peak,
+        mfu=6 * recipe.model.active_parameter_count * trained / trainer_s / peak,
     )
 
 
@@ -286,7 +286,7 @@ class VersionCost:
 
 def version_cost(recipe: Recipe, programs: Sequence[PlannedProgram], target: Target) -> VersionCost:
     c: Config = recipe.config
-    senders, receivers = c.trainer.mesh.fsdp * c.trainer.mesh.tensor, c.runtime.host_tensor
+    senders, receivers = c.trainer.mesh.devices // c.trainer.mesh.data, c.runtime.host_tensor
     size = recipe.wire_bytes
     sent = max(c.runtime.hosts * size / senders, size / receivers)
     return VersionCost(

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from areal_jax.algorithms.shapes import AXES, map_batch
 from areal_jax.assembly.devices import Devices, overwrites_serving, place
@@ -23,8 +24,9 @@ from areal_jax.assembly.sources import RANDOM, Source, open_source, open_teacher
 from areal_jax.config.tree import Config
 from areal_jax.models.attention import BLOCK, KV_BLOCK
 from areal_jax.models.config import SHAPES
+from areal_jax.models.experts import expected_blocks
 from areal_jax.models.model import Model
-from areal_jax.parallel.mesh import param_shardings, replicated, rows_over
+from areal_jax.parallel.mesh import param_shardings, replicated, rows_over, spec_of
 from areal_jax.plan.costs import Assumed
 from areal_jax.tasks.source import load_tasks
 from areal_jax.trainer.compiled import bytes_on_one_device
@@ -36,7 +38,7 @@ from areal_jax.trajectories.walk import POP, PUSH, Call, calls_of
 from areal_jax.trees.tree_learner import TreeLearner
 from areal_jax.types import Batch, PreparedBatch
 from areal_jax.weights.digest import leaf_sums
-from areal_jax.weights.store import copy_with_sums, dtype_in
+from areal_jax.weights.store import copy_with_sums, dtypes_in
 
 TRAINER, HOST = "trainer", "host"
 STATE, POOL = "train state", "KV pages and slots"
@@ -122,9 +124,9 @@ def _has_own_vocabulary(config: Config) -> bool:
 
 
 def _wire(config: Config, model: Model) -> Any:
-    dtype = config.wire_dtype
+    kinds = dtypes_in(model.abstract_params, config.wire_dtype)
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype_in(leaf.dtype, dtype)), model.abstract_params
+        lambda leaf, kind: jax.ShapeDtypeStruct(leaf.shape, kind), model.abstract_params, kinds
     )
 
 
@@ -226,8 +228,19 @@ def _assumed_training(config: Config, learner: Learner) -> Assumed:
     trips = {
         "head_chunks": math.ceil(trained / min(width, learner.length)),
         "key_blocks": math.ceil((g.length / BLOCK + 1) / 2),
+        **_expert_trips(learner.model, learner.mesh, learner.rows // shards * learner.length),
     }
     return Assumed(trips, keys=g.length / 2)
+
+
+def _expert_trips(model: Model, mesh: Mesh, tokens: int) -> dict[str, int]:
+    """Returns the trips of the loops over blocks of experts' rows, in a call of `tokens` tokens a device."""
+    c = model.config
+    if not c.experts:
+        return {}
+    axis = spec_of(["experts"], [c.experts], mesh)[0]
+    own = c.experts // (1 if axis is None else mesh.shape[axis])
+    return {"expert_blocks": expected_blocks(tokens, c.experts_per_token, c.experts, own)}
 
 
 def _on(tree: Any, shardings: Any) -> Any:
@@ -320,9 +333,12 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
         "extract": 0.0,
     }
     trips = {
-        "prefill": {"kv_blocks": blocks((prompt + width) / 2)},
-        "decode": {"kv_blocks": blocks(mean)},
-        "recompute": {"kv_blocks": blocks(g.length / 2)},
+        name: {"kv_blocks": blocks(keys), **_expert_trips(model, mesh, tokens)}
+        for name, keys, tokens in (
+            ("prefill", (prompt + width) / 2, rows * width),
+            ("decode", mean, g.rollout_slots),
+            ("recompute", g.length / 2, g.slots * rebuilt),
+        )
     }
     read = {"prefill": _by_chunks(prompt, width), "recompute": _by_chunks(g.length, rebuilt)}
     tokens = {"prefill": rows * width, "decode": g.rollout_slots * g.decode_steps}
@@ -404,6 +420,7 @@ def _tree_programs(
     trips = {
         "head_chunks": math.ceil(most / learner.objective.forward.chunk),
         "key_blocks": math.ceil((config.generation.length / BLOCK + 1) / 2),
+        **_expert_trips(learner.model, learner.mesh, learner.tree_blocks.call_tokens or most),
     }
     assumed = Assumed(trips, keys=config.generation.length / 2)
     walks = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,33 +13,30 @@ from areal_jax.algorithms import masked
 from areal_jax.algorithms.logprobs import PackedTokens, TokenStats, packed_stats, token_stats
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.models.attention import Attention
+from areal_jax.models.config import ModelConfig
 from areal_jax.models.kernels.packed_attention import choose, on_mesh
 from areal_jax.models.model import Model, Params
+from areal_jax.models.products import gathered
 from areal_jax.models.transformer import Execution, Remat
 from areal_jax.parallel.mesh import ROWS, absent_device, param_shardings, platform_of, rows_over
-from areal_jax.types import Batch, PreparedBatch
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered(shard: Array, dtype: str) -> Array:
-    """Returns the matrix of which each fsdp device has a `shard` of the rows, as values of `dtype`.
-
-    It is cast before the devices exchange it. Its gradient is summed in the shard's dtype, float32, and each
-    device gets the sum of its shard alone.
-    """
-    return jax.lax.all_gather(shard.astype(dtype), "fsdp", tiled=True).astype(shard.dtype)
-
-
-gathered.defvjp(
-    lambda shard, dtype: (gathered(shard, dtype), None),
-    lambda dtype, _, slope: (jax.lax.psum_scatter(slope, "fsdp", tiled=True),),
-)
+from areal_jax.types import ArealError, Batch, PreparedBatch
 
 
 def asked_tokens(micro: Batch | PreparedBatch) -> PackedTokens:
     """Returns the micro-batch's loss tokens, with all that their log-probs depend on but hidden states."""
     temperature = masked.per_token(micro.temperature, micro.segment_ids)
     return PackedTokens(micro.tokens, micro.previous, micro.loss_mask, temperature, micro.support)
+
+
+def require_split(config: ModelConfig, mesh: Mesh) -> None:
+    """Raise ArealError if the mesh splits experts that the model does not have, or not into equal parts."""
+    parts, experts = mesh.shape.get("expert", 1), config.experts
+    if parts > 1 and (not experts or experts % parts):
+        what = f"whose number of experts, {experts}, it does not divide" if experts else "without experts"
+        raise ArealError(
+            f"trainer.mesh.expert={parts} with a model {what}; "
+            + (f"choose a divisor of {experts}" if experts else "set it to 1, and raise trainer.mesh.fsdp")
+        )
 
 
 class Forward:
@@ -55,11 +51,12 @@ class Forward:
         through the tokens' entropies.
         """
         c = model.config
+        require_split(c, mesh)
         sizes = (c.heads, c.kv_heads, c.head_dim, c.dtype)
         self.attention = choose(platform_of(mesh), *sizes, absent=absent_device(mesh))
         """The attention path, and the reasons against each kernel that was preferred to it."""
         self.model, self.mesh, self.chunk = model, mesh, chunk
-        self.execution = Execution(remat, rows_over(mesh))
+        self.execution = Execution(remat, rows_over(mesh), mesh)
         self.has_entropy_gradient = has_entropy_gradient
         self.kernel = on_mesh(self.attention, mesh, c.kv_heads)
         """The attention kernel, the first that passed its self-test on this device; None: plain JAX code."""
@@ -102,7 +99,7 @@ class Forward:
             head = model.head
             if split is not None:
                 # Gathered by rows: XLA would copy the matrix if its columns came from different devices.
-                weight = gathered(jnp.moveaxis(weight, split, 0), model.config.dtype)
+                weight = gathered(jnp.moveaxis(weight, split, 0), 0, model.config.dtype)
                 head = head_of_gathered
             return packed_stats(
                 head,

@@ -38,7 +38,7 @@ from areal_jax.trainer.update_metrics import to_floats
 from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.types import ArealError, Batch, PreparedBatch, VersionedParams
 from areal_jax.weights.digest import digest
-from areal_jax.weights.store import dtype_in, wire_copy
+from areal_jax.weights.store import dtypes_in, wire_copy
 
 
 class Teacher(NamedTuple):
@@ -207,8 +207,7 @@ class Learner:
         without copying them; the caller must not use `params` again.
         """
         if not donate:
-            kind = self.model.config.accumulate
-            params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype_in(leaf.dtype, kind)), params)
+            params = jax.tree.map(jnp.array, params, dtypes_in(params, self.model.config.accumulate))
         on = self.programs.state_shardings
         first = jax.jit(self._optimization.first, donate_argnums=0, out_shardings=on)
         state = first(jax.device_put(params, on.params))

@@ -18,7 +18,7 @@ from areal_jax.trainer.compiled import Compiled, Program
 from areal_jax.trainer.forward import Forward
 from areal_jax.types import Batch
 from areal_jax.weights.links import Broadcast, Gather, Scatter, Weights
-from areal_jax.weights.store import abstract_in, dtype_in
+from areal_jax.weights.store import abstract_in, dtypes_in
 
 
 class Executor(NamedTuple):
@@ -75,4 +75,4 @@ class Scorer:
 @partial(jax.jit, static_argnums=1)
 def _cast(params: Any, dtype: str) -> Any:
     """Returns copies of the leaves, which the trainer's update may not donate, with floats in `dtype`."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype_in(leaf.dtype, dtype)).copy(), params)
+    return jax.tree.map(lambda leaf, kind: leaf.astype(kind).copy(), params, dtypes_in(params, dtype))

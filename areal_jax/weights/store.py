@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.models.config import is_router
 from areal_jax.types import ArealError, PolicyVersion, VersionedParams
 from areal_jax.weights.digest import combine, digest, leaf_sums, name_sums, on_device
 
@@ -219,10 +220,12 @@ def wire_copy(value: VersionedParams, dtype: str, onto: Any = None) -> Versioned
     """Returns a copy of `value`, cast to `dtype`, with the digest of the copy. `onto`: parameters to write
     the copy over (they are donated); None: the copy gets new buffers.
     """
-    if onto is None and not _is_of(value, dtype):
+    if onto is None and not is_in(value.params, dtype):
         return start_copy(value, dtype)[0]
     params = _copy(value.params, dtype) if onto is None else _overwrite(onto, value.params, dtype)
-    return VersionedParams(value.version, params, value.digest if _is_of(value, dtype) else digest(params))
+    return VersionedParams(
+        value.version, params, value.digest if is_in(value.params, dtype) else digest(params)
+    )
 
 
 def start_copy(value: VersionedParams, dtype: str) -> tuple[VersionedParams, jax.Array]:
@@ -231,26 +234,42 @@ def start_copy(value: VersionedParams, dtype: str) -> tuple[VersionedParams, jax
     Waits for the devices only if the cast changes a leaf: the copy's digest is then computed from these.
     """
     params, sums = copy_with_sums(value.params, dtype)
-    found = value.digest if _is_of(value, dtype) else combine(name_sums(params, sums))
+    found = value.digest if is_in(value.params, dtype) else combine(name_sums(params, sums))
     return VersionedParams(value.version, params, found), sums
 
 
-def _is_of(value: VersionedParams, dtype: str) -> bool:
-    return all(leaf.dtype == dtype_in(leaf.dtype, dtype) for leaf in jax.tree.leaves(value.params))
+def is_in(params: Any, dtype: str) -> bool:
+    """Whether a cast to `dtype` would change no leaf's dtype."""
+    return dtypes_in(params, dtype) == jax.tree.map(lambda leaf: leaf.dtype, params)
 
 
-def dtype_in(own: Any, dtype: str) -> Any:
-    """Returns a leaf's dtype after a cast to `dtype`. An integer dtype `own` (quantised codes) stays as it
-    is.
+def dtypes_in(tree: Any, dtype: str) -> Any:
+    """Returns the dtype of each leaf of parameters after a cast to `dtype`, in the tree's structure.
+
+    Integers, the codes of quantised matrices, stay as they are. So do routers, unless `dtype` is wider: in
+    fewer bits they would send tokens to other experts.
     """
-    return dtype if jnp.issubdtype(own, jnp.floating) else own
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf.dtype
+        return jnp.promote_types(leaf.dtype, dtype) if is_router(path) else jnp.dtype(dtype)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def bytes_in(tree: Any, dtype: str) -> int:
+    """Returns the size in bytes of parameters cast to `dtype`; `tree`: their shapes and dtypes."""
+    kinds = jax.tree.leaves(dtypes_in(tree, dtype))
+    return sum(leaf.size * kind.itemsize for leaf, kind in zip(jax.tree.leaves(tree), kinds, strict=True))
 
 
 def abstract_in(dtype: str, abstract: Any, shardings: Any) -> Any:
     """Returns the leaves of `abstract`, as jax.ShapeDtypeStruct, cast to `dtype` and with these shardings."""
     return jax.tree.map(
-        lambda leaf, on: jax.ShapeDtypeStruct(leaf.shape, dtype_in(leaf.dtype, dtype), sharding=on),
+        lambda leaf, kind, on: jax.ShapeDtypeStruct(leaf.shape, kind, sharding=on),
         abstract,
+        dtypes_in(abstract, dtype),
         shardings,
     )
 
@@ -268,9 +287,10 @@ def copy_with_sums(tree: Any, dtype: str | None = None) -> tuple[Any, jax.Array]
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _copy(tree: Any, dtype: str | None) -> Any:
-    return jax.tree.map(
-        lambda leaf: jnp.copy(on_device(leaf)).astype(dtype_in(leaf.dtype, dtype or leaf.dtype)), tree
-    )
+    copied = jax.tree.map(lambda leaf: jnp.copy(on_device(leaf)), tree)
+    if dtype is None:
+        return copied
+    return jax.tree.map(lambda leaf, kind: leaf.astype(kind), copied, dtypes_in(tree, dtype))
 
 
 # keep_unused: jit would otherwise leave out an argument that nothing reads, and so never donate it.

@@ -49,9 +49,8 @@ OLD = [
     ),
     Old("trainer.supervised_batch", 9, "set trainer.supervised.batch", now=("trainer.supervised.batch=9",)),
     *(
-        Old(f"{owner}.mesh.{axis}", 1, SHARDED, 2, beside=beside)
+        Old(f"{owner}.mesh.context", 1, SHARDED, 2, beside=beside)
         for owner, beside in (("trainer", ()), ("runtime.reference", REFERENCE), ("runtime.teacher", TEACHER))
-        for axis in ("context", "expert")
     ),
     Old("launch.machine", "a3-highgpu-8g", "set MACHINE (gcloud) or ACCELERATOR (gke)"),
     Old("launch.cpus", 64, "give --cpus-per-task=N after -- (slurm), or set CPUS"),

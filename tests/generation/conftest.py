@@ -29,7 +29,7 @@ LENGTH, SLOTS, STEPS, SUPPORT = 32, 5, 2, 6
 DenseLogp = Callable[..., np.ndarray]
 
 
-def make_model() -> Model:
+def make_model(**options: Any) -> Model:
     tokenizer = CharTokenizer("abcdefghijklmnopq")
     sizes = model_config(
         "tiny",
@@ -40,6 +40,7 @@ def make_model() -> Model:
         head_dim=8,
         mlp_width=64,
         is_tied=False,
+        **options,
     )  # three ids more than the tokenizer knows
     return Model(sizes, tokenizer)
 
@@ -110,6 +111,10 @@ def with_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="session")
 def dense(model: Model) -> DenseLogp:
+    return dense_of(model)
+
+
+def dense_of(model: Model) -> DenseLogp:
     """(n,) log-probs of a trajectory under one version's parameters: one packed row, no KV pages."""
 
     def stats(params: Any, tokens: Any, temperature: Any, support: Any) -> Any:

@@ -29,8 +29,15 @@ def attention(c: ModelConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     q = np.einsum("td,dhk->thk", x, p["q"]) + p.get("q_bias", 0)
     k = np.einsum("td,dhk->thk", x, p["k"]) + p.get("k_bias", 0)
     v = np.einsum("td,dhk->thk", x, p["v"]) + p.get("v_bias", 0)
-    if c.has_qk_norm:
+    if c.is_qk_norm_joint:
+        q, k = (
+            norm(x.reshape(n, -1), p[f"{name}_norm"].ravel(), c.norm_eps).reshape(x.shape)
+            for name, x in (("q", q), ("k", k))
+        )
+    elif c.has_qk_norm:
         q, k = norm(q, p["q_norm"], c.norm_eps), norm(k, p["k_norm"], c.norm_eps)
+    if c.clip_qkv is not None:
+        q, k, v = (np.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
     q = np.array([[rope(q[t, h], t, c.rope_theta) for h in range(c.heads)] for t in range(n)])
     k = np.array([[rope(k[t, h], t, c.rope_theta) for h in range(c.kv_heads)] for t in range(n)])
     out = np.zeros((n, c.width))
@@ -48,6 +55,22 @@ def mlp(p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     return (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"]
 
 
+def mixture(c: ModelConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
+    """Each token's experts, one after the other; a shared expert times the sigmoid of its gate."""
+    out = np.zeros_like(x)
+    for t, token in enumerate(x):
+        scores = np.exp(token @ p["router"])
+        scores /= scores.sum()
+        best = sorted(range(c.experts), key=lambda e: -scores[e])[: c.experts_per_token]
+        total = scores[best].sum() if c.has_unit_weights else 1.0
+        for e in best:
+            own = {name: p[f"expert_{name}"][e] for name in ("gate", "up", "down")}
+            out[t] += scores[e] / total * mlp(own, token)
+        if c.shared_width:
+            out[t] += mlp(p["shared"], token) / (1 + np.exp(-token @ p["shared_gate"]))
+    return out
+
+
 def hidden(c: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
     """(n, D) after the last norm, of one sequence that begins at position 0."""
     wide = {name: _float64(value) for name, value in params.items()}
@@ -55,7 +78,8 @@ def hidden(c: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> np.nda
     for layer in range(c.layers):
         p = {name: _layer(value, layer) for name, value in wide["blocks"].items()}
         x = x + attention(c, p["attention"], norm(x, p["attention_norm"], c.norm_eps))
-        x = x + mlp(p["mlp"], norm(x, p["mlp_norm"], c.norm_eps))
+        normed = norm(x, p["mlp_norm"], c.norm_eps)
+        x = x + (mixture(c, p["mlp"], normed) if c.experts else mlp(p["mlp"], normed))
     return norm(x, wide["norm"], c.norm_eps)
 
 

@@ -15,7 +15,7 @@ from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import PROJECTIONS, Lora, model_config
 from areal_jax.models.device_layout import abstractly_laid_out, laid_out, layout_on
 from areal_jax.models.model import Model
-from areal_jax.models.transformer import FeatureMajor, project
+from areal_jax.models.projections import FeatureMajor, project
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 

@@ -32,9 +32,12 @@ LENGTH = 2 * KV_BLOCK
 """Of a row."""
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    config = ModelConfig(vocab_size=19, numerics="exact", **SIZES)
+EXPERTS = dict(experts=8, experts_per_token=3, expert_width=12, shared_width=8)
+
+
+@pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])
+def model(request: pytest.FixtureRequest) -> Model:
+    config = ModelConfig(vocab_size=19, numerics="exact", **SIZES, **request.param)
     return Model(config, CharTokenizer("abcdefghijklmnopq"))
 
 
@@ -68,22 +71,36 @@ def test_a_tile_without_a_live_row_is_not_computed():
     np.testing.assert_array_equal(got, np.repeat([0.0, 0.0, 1.0, 1.0], TILE))
 
 
-def of_its_form(attend: Any, n: jax.Array, x: jax.Array, factor: jax.Array) -> jax.Array:
-    return n * factor * x if is_exact(attend) else n * factor * x**2
+def of_its_form(attend: Any, fixed: Any, x: jax.Array, factor: jax.Array) -> Any:
+    """The first run chooses a power of x, which a second run gets."""
+    n, power = fixed
+    power = jnp.where(x > 5.25, 2, 1) if power is None else power
+    return n * factor * (x if is_exact(attend) else x**2) ** power, power
+
+
+def result_of(attend: Any, n: int, x: jax.Array, factor: jax.Array, kept: str | None = None) -> jax.Array:
+    return as_attended(of_its_form, attend, (jnp.int32(n), None), x, factor, kept)[0]
 
 
 def test_the_value_is_of_one_form_and_the_gradient_of_the_other():
     ids = jnp.ones((1, 1), jnp.int32)
     attend = ExactPackedAttention.of(PackedAttention(ids), ids - 1, None)
-    of = jax.value_and_grad(partial(as_attended, of_its_form, attend, jnp.int32(3)), (0, 1))
+    of = jax.value_and_grad(partial(result_of, attend, 3), (0, 1))
     assert of(jnp.float32(5), jnp.float32(2)) == (30.0, (60.0, 75.0))
+
+
+def test_a_second_run_for_the_gradient_repeats_the_choices_of_the_first():
+    """5.25 + 2^-9 chooses the power 2; it is stored as 5.25, which would choose the power 1."""
+    attend, x = PackedAttention(jnp.ones((1, 1), jnp.int32)), jnp.float32(5.25 + 2**-9)
+    value, of_x = jax.value_and_grad(partial(result_of, attend, 1, kept="bfloat16"))(x, 1.0)
+    assert (value, of_x) == (pytest.approx(float(x) ** 4), pytest.approx(4 * 5.25**3))
 
 
 def test_a_second_run_for_the_gradient_begins_with_what_was_stored():
     """1 + 2^-9 is not a bfloat16 number, and 1 is the nearest; the value is that of the first run."""
     x, attend = jnp.float32(1 + 2**-9), PackedAttention(jnp.ones((1, 1), jnp.int32))
     for kept, stored in ((None, x), ("bfloat16", 1.0), ("float32", x)):
-        of = partial(as_attended, of_its_form, attend, jnp.int32(3), kept=kept)
+        of = partial(result_of, attend, 3, kept=kept)
         value, (of_x, of_factor) = jax.value_and_grad(of, (0, 1))(x, jnp.float32(2))
         assert value == pytest.approx(6 * float(x) ** 2, abs=1e-6)
         assert (of_x, of_factor) == pytest.approx((12 * float(stored), 3 * float(stored) ** 2), abs=1e-6)

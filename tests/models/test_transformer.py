@@ -23,10 +23,15 @@ from tests.models import reference
 pytestmark = pytest.mark.few_optimizations
 
 SIZES = dict(vocab_size=13, layers=2, width=16, heads=4, kv_heads=2, head_dim=6, mlp_width=24)
-OPTIONS = {
+EXPERTS = dict(experts=5, expert_width=12)
+OPTIONS: dict[str, dict[str, Any]] = {
     "llama": dict(rope_theta=500.0),
     "qwen2": dict(has_qkv_bias=True, norm_eps=1e-6),
     "qwen3": dict(has_qk_norm=True, is_tied=False, kv_heads=4),
+    "qwen3_moe": dict(has_qk_norm=True, **EXPERTS, experts_per_token=2, has_unit_weights=True),
+    "qwen2_moe": dict(has_qkv_bias=True, **EXPERTS, experts_per_token=3, shared_width=10),
+    "olmoe": dict(has_qk_norm=True, is_qk_norm_joint=True, clip_qkv=0.5, **EXPERTS, experts_per_token=1),
+    "mixtral": dict(**EXPERTS, experts_per_token=5, has_unit_weights=True),
 }
 LENGTH = 12
 TOKENS = np.random.default_rng(0).integers(0, 13, LENGTH).astype(np.int32)
@@ -43,7 +48,14 @@ def randomised(model: Model) -> Any:
     return jax.tree.map(one, model.abstract_params)
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+SOAKED = ("qwen3_moe", "mixtral")
+"""Their golden models are compared in every run."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.soak] * (name in SOAKED)) for name in OPTIONS],
+)
 def model(request: pytest.FixtureRequest) -> Model:
     return Model(ModelConfig(**{**SIZES, **OPTIONS[request.param]}), CharTokenizer("abcdefghijk"))
 
@@ -102,7 +114,7 @@ def slopes(model: Model, params: Any, tokens: Any, positions: Any, segments: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"], indirect=True)
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "qwen2_moe"], indirect=True)
 @pytest.mark.parametrize("remat", ["layer", "dots"])
 def test_rematerialising_changes_nothing(model: Model, params: Any, remat: Any):
     """Values and slopes; two segments, the second in a row of two blocks."""

@@ -30,11 +30,13 @@ ROWS = 8
 MODELS = {
     "grpo": dict(has_qk_norm=True, norm_eps=1e-3),
     "ppo": dict(has_qkv_bias=True, is_tied=False, lora=Lora(2, 4.0)),
+    "experts": dict(experts=6, experts_per_token=2, expert_width=12, has_unit_weights=True, shared_width=8),
 }
 KL_TO_REFERENCE = {"coef": 0.1, "place": "loss", "estimator": "k3"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": dict(kl=KL_TO_REFERENCE, entropy_coef=0.02, truncation="soft_penalty", proximal="recompute"),
     "ppo": dict(critic={"kind": "shared", "coef": 0.3}, proximal="recompute"),
+    "experts": dict(kl={"coef": 0.0}, proximal="recompute"),
 }
 WIDE = dict(dtype="float64", accumulate="float64")
 
@@ -64,13 +66,17 @@ class Case(NamedTuple):
 def learner_of(name: str, **options: Any) -> Learner:
     letters = "".join(map(chr, range(97, 97 + VOCAB - 2)))
     model = Model(ModelConfig(**SIZES, **MODELS[name], **options), CharTokenizer(letters))
-    settings = preset_settings({"preset": name, "group_size": 4, "minibatches": 1, **ALGORITHMS[name]})
+    preset = "ppo" if name == "ppo" else "grpo"
+    settings = preset_settings({"preset": preset, "group_size": 4, "minibatches": 1, **ALGORITHMS[name]})
     algorithm = AlgorithmConfig.model_validate(settings)
     sizes: dict[str, Any] = dict(rows=ROWS, length=LENGTH, logp_chunk=8, remat="none")  # compiles fastest
     return Learner(model, algorithm, optax.sgd(0.5), **sizes)
 
 
-@pytest.fixture(scope="module", params=["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "experts")]
+
+
+@pytest.fixture(scope="module", params=["grpo", *SLOW])
 def case(request: pytest.FixtureRequest) -> Case:
     """Numpy arrays in float64, computed with jax_enable_x64; the batch has float32 values."""
     with jax.enable_x64(True):

@@ -202,6 +202,7 @@ WITH_ENTROPY = Frozen(entropy_coef=0.1, proximal="recompute")
         ("gspo", {"walks": 3}),
         pytest.param("ppo", {"has_qkv_bias": True, "is_tied": False}, marks=pytest.mark.soak),
         ("ppo", {"algorithm": Frozen(critic={"kind": "shared"})}),
+        ("grpo", {"experts": 5, "experts_per_token": 2, "expert_width": 8, "shared_width": 4}),
     ],
 )
 def test_gradients_are_the_dense_ones_with_sequence_losses_critics_and_several_walks(preset, options):

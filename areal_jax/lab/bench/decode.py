@@ -225,7 +225,7 @@ def prefill(
     runs = [timed_s(once) for _ in range(repeats)]
     seconds, count, peak = statistics.median(runs), prompts * prompt, matrix_peak(dtype)
     embedding = model.config.vocab_size * model.config.width
-    flops = 2 * count * (model.parameter_count - embedding * (1 if model.config.is_tied else 2))
+    flops = 2 * count * (model.active_parameter_count - embedding * (1 if model.config.is_tied else 2))
     return machine(shape, dtype, runs) | {
         "tokens_per_s": count / seconds,
         "prompts": [prompts, prompt],

@@ -63,7 +63,7 @@ def update(
     compiling = compile_s(once)
     runs = [timed_s(once) for _ in range(repeats)]
     seconds, tokens, peak = statistics.median(runs), batch.tokens.size, matrix_peak(dtype)
-    flops = 6 * learner.model.parameter_count * tokens
+    flops = 6 * learner.model.active_parameter_count * tokens
     return machine(shape, dtype, runs) | {
         "tokens_per_s": tokens / seconds,
         "batch": list(batch.tokens.shape),

@@ -295,7 +295,7 @@ def training(
     took = [timed_s(once) for _ in range(repeats)]
     tokens, seconds = rows * length, statistics.median(took)
     target = target_of(jax.devices()[0].device_kind)
-    flops = learner.model.parameter_count * tokens
+    flops = learner.model.active_parameter_count * tokens
     return {
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,

@@ -1,0 +1,245 @@
+"""A mixture of experts: each token passes through the MLPs of its k likeliest experts (arXiv:1701.06538).
+
+A token has a row for each of its experts. The rows are sorted by expert, and each block of B rows is
+multiplied by the matrices of the expert that its first row belongs to. Blocks are computed in the order of
+the rows: what a block computes for rows of the next expert, the next block overwrites. So nothing is padded,
+and no array has a row for each token and expert. Shapes: n tokens, E experts, k experts a token, M = n k rows
+and B more at the end, I inputs and O outputs of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from areal_jax.models.products import summed
+from areal_jax.models.quantize import dequantized
+
+BLOCK = 32
+"""Most rows of a block: more of them would compute more rows of other experts."""
+FEWEST = 8
+"""Fewest rows of a block, for fast products."""
+
+
+class Routes(NamedTuple):
+    """Which experts a token passes through, and with which weights their results are added."""
+
+    experts: Int[Array, "*n k"]
+    """The likeliest expert first; of equally likely ones the lower number."""
+    weights: Float[Array, "*n k"]
+
+
+def routes(
+    logits: Float[Array, "*n E"], k: int, has_unit_weights: bool, experts: Int[Array, "*n k"] | None = None
+) -> Routes:
+    """Returns the routes that a router with these `logits` chooses; `experts`, if given, are not chosen anew.
+
+    A weight is the expert's probability among all E, divided by the sum of the k if `has_unit_weights`.
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    if experts is None:
+        experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), k)[1]
+    weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+    if has_unit_weights:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routes(experts, weights)
+
+
+class Rows(NamedTuple):
+    """The order of the rows: number t k + j is that of the j-th expert of token t."""
+
+    order: Int[Array, " M+B"]
+    """Numbers of the rows, sorted by expert. Rows without an expert come last; B times number 0 follows."""
+    place: Int[Array, "n k"]
+    """Where in `order` a row is: the inverse."""
+    starts: Int[Array, " E+1"]
+    """Place of the first row of each expert, and of the first row without an expert."""
+
+    @classmethod
+    def of(cls, experts: Int[Array, "n k"], count: int, block: int | None = None) -> Rows:
+        """Returns the order of the rows of `count` experts; a row with another number has no expert.
+
+        `block`: rows of a block; None: `block_size`.
+        """
+        keys = jnp.where((experts >= 0) & (experts < count), experts, count).ravel()
+        order = jnp.argsort(keys, stable=True)
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+        starts = jnp.searchsorted(keys[order], jnp.arange(count + 1))
+        padded = jnp.pad(order, (0, block or block_size(len(order), count)))
+        return cls(padded, place.reshape(experts.shape), starts)
+
+    @property
+    def block(self) -> int:
+        """Rows of a block, B."""
+        return len(self.order) - self.place.size
+
+    def spread(self, x: Float[Array, "n D"]) -> Float[Array, "M+B D"]:
+        """Returns each row's token."""
+        return _spread(x, self.order, self.place)
+
+    def mixed(self, y: Float[Array, "M+B D"], weights: Float[Array, "n k"]) -> Float[Array, "n D"]:
+        """Returns each token's weighted sum of its rows, in the order of its experts.
+
+        A row without an expert counts 0.
+        """
+        return weighted(self.chosen(y), weights)
+
+    def chosen(self, y: Float[Array, "M+B D"]) -> Float[Array, "n k D"]:
+        """Returns the rows by token and expert; 0 for a row without an expert."""
+        has_expert = self.place < self.starts[-1]
+        return jnp.where(has_expert[..., None], _chosen(y, self.order, self.place), 0)
+
+
+def block_size(rows: int, experts: int) -> int:
+    """Returns the number of rows of a block: about as many as an expert has, from FEWEST to BLOCK."""
+    mean = -(-rows // experts)
+    return min(BLOCK, max(FEWEST, 1 << (mean - 1).bit_length()))
+
+
+def expected_blocks(tokens: int, k: int, experts: int, own: int) -> int:
+    """Returns the blocks that `own` of the experts have on average, if each has as many tokens as any other.
+
+    `tokens`: of the call. The number of an expert's tokens is then binomial, with probability k / experts.
+    """
+    block = block_size(tokens * k, own)
+    if k == experts:
+        return own * -(-tokens // block)
+    counts, odds = np.arange(tokens + 1), k / experts
+    # The logarithm of the binomial coefficients, by sums of logarithms.
+    factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, tokens + 1)))])
+    chances = factorials[-1] - factorials - factorials[::-1]
+    chances = np.exp(chances + counts * np.log(odds) + (tokens - counts) * np.log1p(-odds))
+    return max(1, round(own * float(chances @ -(-counts // block))))
+
+
+def weighted(y: Float[Array, "*n k D"], weights: Float[Array, "*n k"]) -> Float[Array, "*n D"]:
+    """Returns the weighted sum over the experts of a token, added one after the other."""
+    each = [y[..., j, :] * weights[..., j, None] for j in range(y.shape[-2])]
+    return reduce(jnp.add, each)
+
+
+@jax.custom_vjp
+def _spread(x: Array, order: Array, place: Array) -> Array:
+    return x[order // place.shape[1]]
+
+
+def _spread_backward(place: Array, slope: Array) -> tuple[Array, None, None]:
+    return reduce(jnp.add, [slope[place[:, j]] for j in range(place.shape[1])]), None, None
+
+
+_spread.defvjp(lambda x, order, place: (_spread(x, order, place), place), _spread_backward)
+"""The gradient adds a token's k rows by reading them: a scattered sum would add in no fixed order."""
+
+
+@jax.custom_vjp
+def _chosen(y: Array, order: Array, place: Array) -> Array:
+    """Returns the rows as (n, k, D), by token and expert."""
+    return y[place]
+
+
+def _chosen_backward(kept: tuple[Array, Array], slope: Array) -> tuple[Array, None, None]:
+    order, place = kept
+    rows = slope.reshape(place.size, -1)[order]
+    return jnp.where((jnp.arange(len(order)) < place.size)[:, None], rows, 0), None, None
+
+
+_chosen.defvjp(lambda y, order, place: (_chosen(y, order, place), (order, place)), _chosen_backward)
+
+
+class Blocks(NamedTuple):
+    """The blocks that cover the rows of all experts; the first `count` of them are used."""
+
+    expert: Int[Array, " b"]
+    first: Int[Array, " b"]
+    """Place of the block's first row."""
+    count: Int[Array, ""]
+
+    @classmethod
+    def of(cls, starts: Int[Array, " E+1"], block: int, rows: int) -> Blocks:
+        experts = len(starts) - 1
+        numbers = -(-jnp.diff(starts) // block)
+        ends = jnp.cumsum(numbers)
+        at = jnp.arange(min(rows, rows // block + experts))  # no block is without a row
+        expert = jnp.minimum(jnp.searchsorted(ends, at, side="right"), experts - 1)
+        return cls(expert, starts[expert] + (at - (ends - numbers)[expert]) * block, ends[-1])
+
+
+def in_blocks(
+    f: Callable[[Array, Array], Array], rows: Float[Array, "M+B I"], starts: Int[Array, " E+1"], block: int
+) -> Float[Array, "M+B O"]:
+    """Returns the rows that `f(rows (B, I), expert)` computes of each expert's rows; others are undefined."""
+    blocks = Blocks.of(starts, block, len(rows) - block)
+
+    def one(i: Array, out: Array) -> Array:
+        found = f(jax.lax.dynamic_slice_in_dim(rows, blocks.first[i], block), blocks.expert[i])
+        return jax.lax.dynamic_update_slice_in_dim(out, found, blocks.first[i], 0)
+
+    like = jax.eval_shape(f, rows[:block], blocks.expert[0])
+    with jax.named_scope("expert_blocks"):
+        return jax.lax.fori_loop(0, blocks.count, one, jnp.zeros((len(rows), *like.shape[1:]), like.dtype))
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How `product` reads the experts' matrices: as operands of `dtype`; codes of `kind` are dequantised."""
+
+    dtype: str
+    kind: str = "none"
+
+    def matrix(self, weights: Any, expert: Array) -> Float[Array, "I O"]:
+        """Returns an expert's matrix; `weights`: all of them, (E, I, O), or their codes and scale."""
+        one = jax.tree.map(lambda leaf: leaf[expert], weights)
+        return (one if self.kind == "none" else dequantized(**one, kind=self.kind)).astype(self.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def product(
+    x: Float[Array, "M+B I"], weights: Any, starts: Int[Array, " E+1"], block: int, arithmetic: Arithmetic
+) -> Float[Array, "M+B O"]:
+    """Returns each row times the matrix of its expert, as `products.product` computes it.
+
+    `starts`: see `Rows`. Rows without an expert are undefined, and have no gradient; nor have codes.
+    """
+    return _forward(x, weights, starts, block, arithmetic)[0]
+
+
+def _forward(x: Array, weights: Any, starts: Array, block: int, by: Arithmetic) -> tuple[Array, tuple]:
+    read = x.astype(by.dtype)
+    out = in_blocks(lambda rows, e: summed(rows, by.matrix(weights, e), 1, 0), read, starts, block)
+    return out, (read, jnp.empty(0, x.dtype), weights, starts)
+
+
+def _backward(block: int, by: Arithmetic, kept: tuple, slope: Array) -> tuple[Array, Any, None]:
+    (x, like, weights, starts), slope = kept, slope.astype(by.dtype)
+    of_x = in_blocks(
+        lambda rows, e: summed(rows, by.matrix(weights, e), 1, 1, like.dtype), slope, starts, block
+    )
+    has_expert = jnp.arange(len(x)) < starts[-1]
+    of_weights = _of_weights(x, slope, weights, starts, block) if by.kind == "none" else None
+    return jnp.where(has_expert[:, None], of_x, 0), of_weights, None
+
+
+def _of_weights(x: Array, slope: Array, weights: Array, starts: Array, block: int) -> Array:
+    """Returns the gradient with respect to `weights`: for each expert, its rows of x times those of slope."""
+    blocks = Blocks.of(starts, block, len(x) - block)
+
+    def one(i: Array, total: Array) -> Array:
+        e, first = blocks.expert[i], blocks.first[i]
+        left, right = (jax.lax.dynamic_slice_in_dim(part, first, block) for part in (x, slope))
+        is_own = first + jnp.arange(block) < starts[e + 1]
+        return total.at[e].add(summed(jnp.where(is_own[:, None], left, 0), right, 0, 0))
+
+    like = jax.eval_shape(lambda: summed(x, slope, 0, 0))
+    with jax.named_scope("expert_blocks"):
+        total = jax.lax.fori_loop(0, blocks.count, one, jnp.zeros(weights.shape, like.dtype))
+    return total.astype(weights.dtype)
+
+
+product.defvjp(_forward, _backward)
