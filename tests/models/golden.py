@@ -5,16 +5,20 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from areal_jax.generation.engine import Engine
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.io.families import axis_sizes, tensors_of
 from areal_jax.models.model import Model, Params
 from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import SampleId, Sampling, VersionedParams
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("llama-tied", "llama3-scaled", "qwen2-sharded", "qwen3-untied")
+MIXTURES = ("qwen3-moe", "qwen3-moe-single", "qwen2-moe", "olmoe", "mixtral")
+NAMES = ("llama-tied", "llama3-scaled", "qwen2-sharded", "qwen3-untied", *MIXTURES)
 SEGMENTS = (9, 5, 14)
 TOKENIZER = CharTokenizer("".join(map(chr, range(33, 127))))  # 96 ids, as the fixtures have
 
@@ -26,6 +30,14 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 def model_of(config: ModelConfig) -> Model:
     return Model(config, TOKENIZER)
+
+
+def abstract_of(config: ModelConfig) -> Params:
+    """The parameter tree that the files of a model with this config fill: shapes and dtypes."""
+    sizes = axis_sizes(config)
+    shapes = {tensor.path: [sizes[axis] for axis in tensor.ours.split()] for tensor in tensors_of(config)}
+    leaves = {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
+    return unflatten_dict(leaves, sep=".")
 
 
 def greedy(engine: Engine, params: Params, prompt: np.ndarray, new: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_jax.models.config import PROJECTIONS, Lora, ModelConfig
+from areal_jax.models.io.families import axis_sizes
 from areal_jax.models.io.huggingface import export_folder, open_folder
 from areal_jax.models.io.peft import export_adapter
 from areal_jax.models.lora import adapters_of, base_of, with_adapters
@@ -21,6 +23,7 @@ from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.types import ArealError
 from tests.algorithms.batches import positions_of, segments_of
 from tests.models import reference
+from tests.models.golden import GOLDEN, abstract_of
 from tests.models.test_transformer import OPTIONS, SIZES, packed, paged, randomised
 
 RANK, ALPHA = 3, 12.0
@@ -199,6 +202,30 @@ def test_adapter_on_its_base_is_the_merged_model_is_ours(option: str, targets: s
     ours = packed(model, params, tokens, positions_of(segments), segments)
     theirs = packed(model.base, again, tokens, positions_of(segments), segments)
     np.testing.assert_allclose(np.asarray(theirs), np.asarray(ours), rtol=0, atol=1e-4)
+
+
+def test_an_adapter_of_a_mixture_of_experts_has_the_matrices_of_attention(tmp_path: Path):
+    """The experts have no adapters, though `targets` matches the names of an MLP's matrices."""
+    config = dataclasses.replace(open_folder(GOLDEN / "qwen3-moe").config, lora=Lora(RANK, ALPHA))
+    rng, sizes = np.random.default_rng(0), axis_sizes(config)
+    params = abstract_of(config)
+    for name, inputs, outputs in (
+        ("q", "D", "H h"),
+        ("k", "D", "K h"),
+        ("v", "D", "K h"),
+        ("out", "H h", "D"),
+    ):
+        ins, outs = ([sizes[letter] for letter in axes.split()] for axes in (inputs, outputs))
+        a, b = rng.random((2, *ins, RANK), np.float32), rng.random((2, RANK, *outs), np.float32)
+        params["blocks"]["attention"][f"{name}_lora"] = {"a": a, "b": b}
+    export_adapter(tmp_path / "adapter", config, params, "somewhere/base")
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert about["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * 2 * 4
+    stored = adapter["base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"]
+    a = params["blocks"]["attention"]["out_lora"]["a"]
+    np.testing.assert_array_equal(stored, a[1].reshape(-1, RANK).T)
 
 
 def test_what_cannot_be_an_adapter_is_refused(model: Model, params: Any, tmp_path: Path):

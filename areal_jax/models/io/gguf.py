@@ -145,17 +145,18 @@ class Fields:
 def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the `config.json` that a GGUF file's metadata fields and tensors describe."""
     kind = fields("general.architecture")
-    family = next((family for family in FAMILIES if family.model_type == kind), None)
-    if family is None:
-        there = ", ".join(family.model_type for family in FAMILIES)
-        raise ArealError(f"the architecture {kind} is not implemented; use a model of one of: {there}")
-    if "token_embd.weight" not in tensors:
-        raise ArealError("the tensor token_embd.weight is missing; download the GGUF file again")
     if fields(f"{kind}.expert_count", 0):
         raise ArealError(
-            f"{kind}.expert_count={fields(f'{kind}.expert_count')}: mixture-of-experts models are "
-            f"not implemented; use a dense model"
+            f"{kind}.expert_count={fields(f'{kind}.expert_count')}: mixture-of-experts models are not "
+            "implemented in GGUF files; use the model's Hugging Face folder"
         )
+    dense = {family.model_type: family for family in FAMILIES if family.expert_names is None}
+    if kind not in dense:
+        raise ArealError(
+            f"the architecture {kind} is not implemented; use a model of one of: {', '.join(dense)}"
+        )
+    if "token_embd.weight" not in tensors:
+        raise ArealError("the tensor token_embd.weight is missing; download the GGUF file again")
     width, heads = fields.size(f"{kind}.embedding_length"), fields.size(f"{kind}.attention.head_count")
     head_dim = fields.size(f"{kind}.attention.key_length", width // heads)
     for key in (f"{kind}.attention.value_length", f"{kind}.rope.dimension_count"):
@@ -168,7 +169,7 @@ def _config_json(fields: Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
     base = inverse_frequencies(head_dim, theta, None)
     scaling = _rope_scaling(fields, kind, base, tensors.get(ROPE_DIVISORS))
     return {
-        "architectures": [family.architecture],
+        "architectures": [dense[kind].architecture],
         "model_type": kind,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "num_hidden_layers": fields.size(f"{kind}.block_count"),
@@ -231,8 +232,8 @@ def _entries(config: ModelConfig, tensors: Mapping[str, Any], kind: str) -> list
     """
     sizes, entries, used = axis_sizes(config), [], set()
     for tensor in tensors_of(config):
-        for layer, name in enumerate(tensor.names(config.layers)):
-            source = tensor.gguf.format(layer)
+        for index, name in tensor.names(sizes).items():
+            source = tensor.gguf.format(*index)
             used.add(source)
             if source not in tensors:
                 raise ArealError(f"the tensor {source} is missing; download the GGUF file again")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,37 +77,39 @@ class Pretrained:
     def _read(self, tensor: Tensor, shape: tuple[int, ...], index: Any) -> np.ndarray:
         """Returns the part `index` (a slice per axis) of a parameter leaf with the shape `shape`.
 
-        If the leaf's first axis is the layers, each layer's tensor is read by itself.
+        Each tensor in the files is read by itself: one for each layer, or each layer and expert.
         """
         ranges = [range(*piece.indices(size)) for piece, size in zip(index, shape, strict=True)]
-        names = tensor.names(self.config.layers)
-        if not tensor.is_stacked:
-            return self._read_one(tensor, names[0], ranges)
+        wanted = dict(zip(tensor.ours.split(), ranges, strict=True))
+        if not tensor.spread:
+            return self._read_one(tensor, tensor.name, wanted)
         out = np.empty([len(each) for each in ranges], np.float32)
-        for row, layer in enumerate(ranges[0]):
-            out[row] = self._read_one(tensor, names[layer], ranges[1:])
+        spread = [wanted[letter] for letter in tensor.spread]
+        places = np.ndindex(out.shape[: len(spread)])
+        for place, numbers in zip(places, itertools.product(*spread), strict=True):
+            out[place] = self._read_one(tensor, tensor.name.format(*numbers), wanted)
         return out
 
-    def _read_one(self, tensor: Tensor, name: str, ranges: list[range]) -> np.ndarray:
+    def _read_one(self, tensor: Tensor, name: str, wanted: Mapping[str, range]) -> np.ndarray:
         """Returns a part of the stored tensor `name`, float32.
 
-        `ranges`: the part's range of indices in each axis of `tensor.ours`. If a stored axis combines two
+        `wanted`: the part's range of indices in each axis of `tensor.ours`. If a stored axis combines two
         axes (H*h), the range of the first axis is read from the file, and the range of the second axis is
         then cut out.
         """
         sizes = axis_sizes(self.config)
-        wanted = dict(zip(tensor.ours.split(), ranges, strict=True))
-        index, shape, cut = [], [], []
-        for axis in tensor.theirs.split():
-            outer, *inner = axis.split("*")
-            step = sizes[inner[0]] if inner else 1
-            index.append(slice(wanted[outer].start * step, wanted[outer].stop * step))
-            shape += [len(wanted[outer]), *(sizes[letter] for letter in inner)]
-            cut += [slice(None), *(slice(wanted[letter].start, wanted[letter].stop) for letter in inner)]
+        index = []
+        for axis in tensor.axes:
+            outer, step = wanted[axis[0]] if axis else range(1), math.prod(sizes[one] for one in axis[1:])
+            index.append(slice(outer.start * step, outer.stop * step))
+        inner = {letter for axis in tensor.axes for letter in axis[1:]}
+        shape = [sizes[one] if one in inner else len(wanted[one]) for one in tensor.letters]
+        cut = [
+            slice(wanted[one].start, wanted[one].stop) if one in inner else slice(None)
+            for one in tensor.letters
+        ]
         piece = self.stored[name].read(*index).reshape(shape)[tuple(cut)]
-        letters = tensor.theirs.replace("*", " ").split()
-        piece = piece.transpose([letters.index(letter) for letter in tensor.ours.split()])
-        return piece.astype(np.float32, copy=False)
+        return piece.transpose(tensor.order).astype(np.float32, copy=False)
 
     def _check_tie(self) -> None:
         """Raise ArealError if the config ties the head to the embedding, but the stored head differs from it.
@@ -148,8 +152,15 @@ def _check_tensors(folder: Path, config: ModelConfig, stored: Mapping[str, Store
     """Raise ArealError if a tensor is missing, unused, not readable or not shaped as `config` requires."""
     sizes = axis_sizes(config)
     expected = {
-        name: tensor.shape(sizes) for tensor in tensors_of(config) for name in tensor.names(config.layers)
+        name: tensor.shape(sizes) for tensor in tensors_of(config) for name in tensor.names(sizes).values()
     }
+    fused = [name for name in stored if name.endswith(".experts.gate_up_proj")]
+    if fused:
+        raise ArealError(
+            f"{folder}: {_some(fused)} of the tensors contain the matrices of all experts, which is not "
+            "implemented; load the folder with transformers 5 and save it by save_pretrained, which writes a "
+            "tensor for each expert"
+        )
     missing = [name for name in expected if name not in stored]
     if missing:
         raise ArealError(
@@ -204,9 +215,9 @@ def export_folder(
     leaves = leaves_of(params, sep=".")
     sizes = axis_sizes(config)
     entries = [
-        NewTensor(name, tensor.shape(sizes), partial(_stored, tensor, leaves[tensor.path], layer, sizes))
+        NewTensor(name, tensor.shape(sizes), partial(_stored, tensor, leaves[tensor.path], index, sizes))
         for tensor in tensors_of(config)
-        for layer, name in enumerate(tensor.names(config.layers))
+        for index, name in tensor.names(sizes).items()
     ]
     with staged(folder) as stage:
         write_tensors(stage, entries, dtype)
@@ -214,12 +225,10 @@ def export_folder(
         write_json(stage / CONFIG, raw | _companions(tokenizer_from, stage) | said)
 
 
-def _stored(tensor: Tensor, leaf: jax.Array, layer: int, sizes: Mapping[str, int]) -> np.ndarray:
-    """Returns one layer of a leaf with the axes and the shape of Hugging Face files (`Tensor.theirs`)."""
-    ours = tensor.ours.split()
-    value = np.asarray(leaf[layer] if tensor.is_stacked else leaf)
-    letters = tensor.theirs.replace("*", " ").split()
-    return value.transpose([ours.index(letter) for letter in letters]).reshape(tensor.shape(sizes))
+def _stored(tensor: Tensor, leaf: jax.Array, index: tuple[int, ...], sizes: Mapping[str, int]) -> np.ndarray:
+    """Returns the part of a leaf at `index` of the axes `tensor.spread`, as Hugging Face files have it."""
+    value = np.asarray(leaf[index] if index else leaf)
+    return value.transpose(np.argsort(tensor.order)).reshape(tensor.shape(sizes))
 
 
 def _companions(source: Path | None, stage: Path) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def export_adapter(
             "this model has no adapters to write (model.lora.rank=0); export the whole model with --as merged"
         )
     require_dtype(dtype)
-    matrices = [tensor for tensor in tensors_of(config) if tensor.is_stacked and _name(tensor) in lora.names]
+    leaves = leaves_of(params, sep=".")
+    matrices = [tensor for tensor in tensors_of(config) if f"{tensor.path}{SUFFIX}.a" in leaves]
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -54,24 +55,19 @@ def export_adapter(
         "inference_mode": True,
     }
     sizes = axis_sizes(config)
-    leaves = leaves_of(params, sep=".")
-    entries = [entry for tensor in matrices for entry in _entries(tensor, leaves, config.layers, sizes)]
+    entries = [entry for tensor in matrices for entry in _entries(tensor, leaves, sizes)]
     with staged(folder) as stage:
         save_tensors(stage / TENSORS, entries, dtype)
         write_json(stage / CONFIG, about)
 
 
-def _name(tensor: Tensor) -> str:
-    return tensor.path.rpartition(".")[2]
-
-
 def _entries(
-    tensor: Tensor, leaves: Mapping[str, jax.Array], layers: int, sizes: Mapping[str, int]
+    tensor: Tensor, leaves: Mapping[str, jax.Array], sizes: Mapping[str, int]
 ) -> Iterator[NewTensor]:
     outputs, inputs = tensor.shape(sizes)
     a, b = (leaves[f"{tensor.path}{SUFFIX}.{name}"] for name in "ab")
     factors = {"A": (a, (inputs, b.shape[1])), "B": (b, (b.shape[1], outputs))}
-    for layer, name in enumerate(tensor.names(layers)):
+    for (layer,), name in tensor.names(sizes).items():
         beside = f"base_model.model.{name.removesuffix('.weight')}"
         for letter, (leaf, shape) in factors.items():
             value = partial(_factor, leaf, layer, shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.models.config import ModelConfig
+from areal_jax.models.config import ModelConfig, model_config
 from areal_jax.models.io.families import read_config, write_config
 from areal_jax.models.rope import LinearScaling, Llama3Scaling, inverse_frequencies
 from areal_jax.types import ArealError
@@ -28,6 +29,54 @@ LLAMA3 = dict(
 )  # fmt: skip
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN3_MOE: dict[str, Any] = dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", vocab_size=151_936, num_hidden_layers=48,
+    hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, intermediate_size=6144,
+    rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False, hidden_act="silu", attention_bias=False,
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=False, router_aux_loss_coef=0.001,
+    sliding_window=None, use_sliding_window=False,
+)  # fmt: skip
+QWEN2_MOE: dict[str, Any] = dict(
+    architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", vocab_size=151_936, num_hidden_layers=24,
+    hidden_size=2048, num_attention_heads=16, num_key_value_heads=16, intermediate_size=5632,
+    rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False, hidden_act="silu", num_experts=60,
+    num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+    norm_topk_prob=False, decoder_sparse_step=1, sliding_window=32_768, use_sliding_window=False,
+)  # fmt: skip
+OLMOE: dict[str, Any] = dict(
+    architectures=["OlmoeForCausalLM"], model_type="olmoe", vocab_size=50_304, num_hidden_layers=16,
+    hidden_size=2048, num_attention_heads=16, num_key_value_heads=16, intermediate_size=1024,
+    rms_norm_eps=1e-5, rope_theta=10_000.0, tie_word_embeddings=False, hidden_act="silu", num_experts=64,
+    num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None, attention_bias=False,
+)  # fmt: skip
+MIXTRAL: dict[str, Any] = dict(
+    architectures=["MixtralForCausalLM"], model_type="mixtral", vocab_size=32_000, num_hidden_layers=32,
+    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14_336,
+    rms_norm_eps=1e-5, rope_theta=1e6, tie_word_embeddings=False, hidden_act="silu", num_local_experts=8,
+    num_experts_per_tok=2, sliding_window=None, output_router_logits=False, router_aux_loss_coef=0.02,
+)  # fmt: skip
+MIXTURES = {
+    "qwen3_moe": (QWEN3_MOE, model_config("qwen3-30b-a3b", 1)),
+    "qwen2_moe": (
+        QWEN2_MOE,
+        ModelConfig(
+            family="qwen2_moe", vocab_size=151_936, layers=24, width=2048, heads=16, kv_heads=16,
+            head_dim=128, mlp_width=5632, rope_theta=1e6, norm_eps=1e-6, is_tied=False, has_qkv_bias=True,
+            experts=60, experts_per_token=4, expert_width=1408, shared_width=5632,
+        ),
+    ),
+    "olmoe": (OLMOE, model_config("olmoe-1b-7b", 1)),
+    "mixtral": (
+        MIXTRAL,
+        ModelConfig(
+            family="mixtral", vocab_size=32_000, layers=32, width=4096, heads=32, kv_heads=8, head_dim=128,
+            mlp_width=14_336, rope_theta=1e6, norm_eps=1e-5, is_tied=False, has_unit_weights=True, experts=8,
+            experts_per_token=2, expert_width=14_336,
+        ),
+    ),
+}  # fmt: skip
+"""Family -> the released `config.json` of a model, and what it says."""
 
 
 def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -49,6 +98,7 @@ def test_a_llama_config_is_read():
     assert read_config({**LLAMA, "rope_scaling": LLAMA3}) == ModelConfig(
         vocab_size=128_256, layers=16, width=2048, heads=32, kv_heads=8, head_dim=64, mlp_width=8192,
         rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), norm_eps=1e-5, is_tied=True,
+        family="llama",
     )  # fmt: skip
     assert read_config(without(LLAMA, "num_key_value_heads")).kv_heads == 32
     assert read_config({**LLAMA, "head_dim": None}).head_dim == 64
@@ -60,6 +110,12 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     config = read_config(bare)
     assert (config.norm_eps, config.rope_theta, config.is_tied) == (1e-6, 10_000.0, False)
     assert read_config(QWEN3).head_dim == 128
+    assert read_config(without(QWEN3_MOE, "head_dim")).head_dim == 64
+    assert not read_config(without(QWEN3_MOE, "norm_topk_prob")).has_unit_weights
+    assert read_config(without(QWEN2_MOE, "qkv_bias")).has_qkv_bias
+    assert read_config(without(OLMOE, "num_key_value_heads", "clip_qkv")) == MIXTURES["olmoe"][1]
+    mixtral = read_config(without(MIXTRAL, "rms_norm_eps", "rope_theta"))
+    assert (mixtral.norm_eps, mixtral.rope_theta) == (1e-5, 1e6)
 
 
 def test_the_families_differ_in_bias_and_norm():
@@ -80,24 +136,103 @@ def test_both_forms_of_rope_are_read():
     assert read_config(both) == read_config({**LLAMA, "rope_scaling": LLAMA3})  # they agree
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_is_read(name: str):
+    """From a released `config.json`, and as transformers 5 writes the same."""
+    raw, config = MIXTURES[name]
+    assert read_config(raw) == config
+    count = "num_experts" if "num_experts" in raw else "num_local_experts"
+    five = without(raw, "rope_theta", count) | {"rope_parameters": {"rope_theta": config.rope_theta}}
+    for key in ("num_experts", "num_local_experts"):
+        assert read_config(five | {key: raw[count]}) == config
+    assert read_config(raw | {"num_experts": raw[count], "num_local_experts": raw[count]}) == config
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_is_written_as_released(name: str):
+    raw, config = MIXTURES[name]
+    written = write_config(config, "bfloat16")
+    assert {key: written[key] for key in raw if key in written} == {
+        key: value for key, value in raw.items() if key in written
+    }
+    assert {key for key in written if "expert" in key} == {
+        key for key in raw if "expert" in key and "router" not in key
+    }
+
+
+def test_options_of_a_mixture_are_read():
+    assert not read_config(QWEN2_MOE | {"qkv_bias": False}).has_qkv_bias
+    assert read_config(QWEN2_MOE | {"norm_topk_prob": True}).has_unit_weights
+    assert read_config(OLMOE | {"clip_qkv": 8}).clip_qkv == 8.0
+
+
+MIXED = dict(experts=5, experts_per_token=2, expert_width=11)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": dict(has_qkv_bias=True),
+    "qwen3": dict(has_qk_norm=True),
+    "qwen3_moe": dict(**MIXED, has_qk_norm=True, has_unit_weights=True),
+    "qwen2_moe": dict(**MIXED, shared_width=3),
+    "olmoe": dict(**MIXED, mlp_width=11, has_qk_norm=True, is_qk_norm_joint=True, clip_qkv=8.0),
+    "mixtral": dict(**MIXED, mlp_width=11, has_unit_weights=True),
+}
+"""Family -> options of a model that has no other family."""
+
+
 @given(
-    st.sampled_from([{}, {"has_qkv_bias": True}, {"has_qk_norm": True}]),
+    st.sampled_from(sorted(OPTIONS)),
     st.booleans(),
     st.sampled_from([None, LinearScaling(2.0), Llama3Scaling(8.0, 1.0, 4.0, 8192)]),
     st.tuples(*[st.integers(1, 9)] * 5),
     st.sampled_from([1e-5, 1e-6, 3e-7]),
 )
 def test_writing_then_reading_is_the_identity(
-    family: dict[str, bool], is_tied: bool, scaling: Any, sizes: tuple[int, ...], eps: float
+    family: str, is_tied: bool, scaling: Any, sizes: tuple[int, ...], eps: float
 ):
     vocab, layers, kv_heads, half, mlp = sizes
-    config = ModelConfig(
+    values = dict(
         vocab_size=vocab, layers=layers, width=7, heads=2 * kv_heads, kv_heads=kv_heads, head_dim=2 * half,
-        mlp_width=mlp, rope_theta=1234.5, rope_scaling=scaling, norm_eps=eps, is_tied=is_tied, **family,
+        mlp_width=mlp, rope_theta=1234.5, rope_scaling=scaling, norm_eps=eps, is_tied=is_tied, family=family,
     )  # fmt: skip
+    config = ModelConfig(**{**values, **OPTIONS[family]})
     written = json.loads(json.dumps(write_config(config, "bfloat16")))
     assert read_config(written) == config
     assert written["torch_dtype"] == "bfloat16"
+    assert write_config(dataclasses.replace(config, family=None), "bfloat16") == written
+
+
+SMALL = dict(vocab_size=9, layers=1, width=8, heads=2, kv_heads=2, head_dim=4, mlp_width=8)
+NOT_WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "no family": (
+        dict(has_qkv_bias=True, has_qk_norm=True),
+        "no Hugging Face architecture has all of has_qkv_bias=True, has_qk_norm=True; change one of these",
+    ),
+    "unknown": (dict(family="gpt2"), "family='gpt2' is unknown; use one of: llama, qwen2, qwen3, qwen3_moe"),
+    "a norm": (
+        dict(family="llama", has_qk_norm=True),
+        "has_qk_norm=True is not an option of LlamaForCausalLM; change it, or set model.overrides.family=",
+    ),
+    "no norm": (dict(family="qwen3"), "has_qk_norm=False is not an option of Qwen3ForCausalLM"),
+    "experts": (
+        dict(family="qwen3", has_qk_norm=True, **MIXED),
+        "experts=5, experts_per_token=2, expert_width=11 is not an option of Qwen3ForCausalLM",
+    ),
+    "no experts": (
+        dict(family="qwen3_moe", has_qk_norm=True),
+        "experts=0, experts_per_token=0, expert_width=0 is not an option of Qwen3MoeForCausalLM",
+    ),
+    "no shared expert": (dict(family="qwen2_moe", **MIXED), "shared_width=0 is not an option of Qwen2Moe"),
+    "weights": (dict(family="mixtral", **MIXED), "has_unit_weights=False is not an option of Mixtral"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), NOT_WRITTEN.values(), ids=NOT_WRITTEN)
+def test_a_model_is_not_written_as_a_family_that_would_compute_something_else(
+    options: dict[str, Any], message: str
+):
+    with pytest.raises(ArealError) as caught:
+        write_config(ModelConfig(**{**SMALL, **options}), "float32")
+    assert message in str(caught.value)
 
 
 def test_a_config_with_scaling_can_close_over_a_jitted_function():
@@ -109,9 +244,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma": (
         {**LLAMA, "architectures": ["Gemma3ForCausalLM"]},
         "the architecture Gemma3ForCausalLM is not implemented; use a model of one of: LlamaForCausalLM, "
-        "Qwen2ForCausalLM, Qwen3ForCausalLM",
+        "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2MoeForCausalLM, OlmoeForCausalLM, "
+        "MixtralForCausalLM",
     ),
     "olmo": ({**LLAMA, "architectures": ["Olmo2ForCausalLM"]}, "the architecture Olmo2ForCausalLM is not"),
+    "gpt-oss": (
+        {**MIXTRAL, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
+        "the architecture GptOssForCausalLM is not implemented; use a model of one of: LlamaForCausalLM",
+    ),
+    "deepseek": (
+        {**without(QWEN3_MOE, "architectures"), "model_type": "deepseek_v3"},
+        "the architecture deepseek_v3 is not implemented",
+    ),
+    "glm": ({**QWEN3_MOE, "architectures": ["Glm4MoeForCausalLM"]}, "the architecture Glm4MoeForCausalLM is"),
     "model_type": ({**without(LLAMA, "architectures"), "model_type": "gpt2"}, "the architecture gpt2 is not"),
     "nameless": (without(LLAMA, "architectures", "model_type"), "architectures and model_type are missing"),
     "activation": ({**LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu' of LlamaForCausalLM is not impl"),
@@ -124,6 +269,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**QWEN3, "layer_types": ["full_attention", "sliding_attention"]},
         "layer_types='sliding_attention' of Qwen3ForCausalLM is not implemented",
     ),
+    "dense layers": ({**QWEN3_MOE, "mlp_only_layers": [0, 5]}, "mlp_only_layers=[0, 5] of Qwen3MoeForC"),
+    "every second layer": ({**QWEN2_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step=2 of Qwen2MoeForC"),
+    "window of a mixture": ({**QWEN3_MOE, "use_sliding_window": True}, "use_sliding_window=True of Qwen3Moe"),
+    "mixtral window": ({**MIXTRAL, "sliding_window": 4096}, "sliding_window=4096 of MixtralForCausalLM is"),
+    "bias of a mixture": ({**QWEN3_MOE, "attention_bias": True}, "attention_bias=True of Qwen3MoeForCausal"),
+    "olmoe bias": ({**OLMOE, "attention_bias": True}, "attention_bias=True of OlmoeForCausalLM is not impl"),
+    "two counts": (
+        {**QWEN3_MOE, "num_local_experts": 64},
+        "num_experts=128 and num_local_experts=64 differ; delete the wrong one from config.json",
+    ),
+    "no count": (without(QWEN3_MOE, "num_experts"), "num_experts is missing in config.json"),
+    "mixtral's count": (without(MIXTRAL, "num_local_experts"), "num_local_experts is missing in config"),
+    "text count": ({**OLMOE, "num_experts": "64"}, "num_experts='64' in config.json is not a whole number"),
+    "no experts": ({**QWEN3_MOE, "num_experts": 0}, "num_experts=0 in config.json is not a whole number of"),
+    "no shared": (
+        {**QWEN2_MOE, "shared_expert_intermediate_size": 0},
+        "shared_expert_intermediate_size=0 in",
+    ),
+    "too many": ({**MIXTRAL, "num_experts_per_tok": 9}, "experts_per_token=9 with experts=8; give 1 to 8"),
+    "clip": ({**OLMOE, "clip_qkv": 0}, "clip_qkv=0 in config.json is not a positive number"),
+    "text norm": ({**QWEN3_MOE, "norm_topk_prob": "yes"}, "norm_topk_prob='yes' in config.json is neither"),
     "quantised": ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} of Llama"),
     "yarn": (
         {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -214,3 +380,6 @@ def test_options_that_are_off_are_let_through():
     assert read_config({**QWEN2, **off, "attention_bias": True}) == read_config(
         QWEN2
     )  # it has no such option
+    training = {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.01, "output_router_logits": True}
+    for raw, config in MIXTURES.values():
+        assert read_config({**raw, **training, "mlp_only_layers": None}) == config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -20,12 +21,24 @@ from safetensors.numpy import load_file, save_file
 from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.io.families import axis_sizes, tensors_of
 from areal_jax.models.io.huggingface import export_folder, open_folder
-from areal_jax.models.io.safetensors_folder import staged
+from areal_jax.models.io.safetensors_folder import Stored, staged
+from areal_jax.models.lora import leaves_of
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.types import ArealError
-from tests.models.golden import GOLDEN, NAMES, SEGMENTS, copy_of, expected, greedy, model_of
+from tests.models.golden import (
+    GOLDEN,
+    MIXTURES,
+    NAMES,
+    SEGMENTS,
+    abstract_of,
+    copy_of,
+    expected,
+    greedy,
+    model_of,
+)
 
 pytestmark = pytest.mark.few_optimizations
 
@@ -33,14 +46,17 @@ pytestmark = pytest.mark.few_optimizations
 @cache
 def loaded(name: str) -> tuple[Model, Any]:
     pretrained = open_folder(GOLDEN / name)
-    model = model_of(pretrained.config)
-    return model, pretrained.load(model.abstract_params)
+    return model_of(pretrained.config), pretrained.load(abstract_of(pretrained.config))
 
 
 @partial(jax.jit, static_argnums=0)
 def forward(model: Model, params: Any, tokens: Any, positions: Any, segments: Any) -> tuple[Any, Any]:
     hidden, _ = model.hidden(params, tokens, positions, PackedAttention(segments))
     return hidden, model.logits(params, hidden.reshape(-1, hidden.shape[-1])).reshape(*tokens.shape, -1)
+
+
+def is_equal(tree: Any, other: Any) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, tree, other))
 
 
 def all_bytes(folder: Path) -> dict[str, tuple[Any, ...]]:
@@ -52,25 +68,66 @@ def all_bytes(folder: Path) -> dict[str, tuple[Any, ...]]:
     }
 
 
+PLACES = ((0, slice(0, 9)), (0, slice(9, 14)), (1, slice(1, 15)))
+"""Row and columns of each segment."""
+
+
+def packed(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A fixture's three segments in two rows: tokens, positions, segments."""
+    tokens, positions, segments = np.zeros((3, 2, 16), np.int32)
+    pieces = np.split(expected(name)["tokens"], np.cumsum(SEGMENTS)[:-1])
+    for number, (place, piece) in enumerate(zip(PLACES, pieces, strict=True), 1):
+        tokens[place], positions[place], segments[place] = piece, np.arange(len(piece)), number
+    return tokens, positions, segments
+
+
 # --- parity with transformers -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_files_fill_the_tree_of_the_model(name: str):
+    model, params = loaded(name)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, model.abstract_params)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_packed_forward_is_that_of_transformers(name: str):
-    """Three segments in two rows; hidden states after the last norm, and logits."""
+    """Hidden states after the last norm, and logits."""
     model, params = loaded(name)
     want = expected(name)
-    tokens, segments, positions = np.zeros((3, 2, 16), np.int32)
-    places = [(0, slice(0, 9)), (0, slice(9, 14)), (1, slice(1, 15))]
-    pieces = np.split(want["tokens"], np.cumsum(SEGMENTS)[:-1])
-    for number, (place, piece) in enumerate(zip(places, pieces, strict=True), 1):
-        tokens[place], segments[place], positions[place] = piece, number, np.arange(len(piece))
-    hidden, logits = map(np.asarray, forward(model, params, tokens, positions, segments))
-    got_hidden = np.concatenate([hidden[place] for place in places])
-    got_logits = np.concatenate([logits[place] for place in places])
+    hidden, logits = map(np.asarray, forward(model, params, *packed(name)))
+    got_hidden = np.concatenate([hidden[place] for place in PLACES])
+    got_logits = np.concatenate([logits[place] for place in PLACES])
     assert np.abs(want["logits"]).max() > 1
     np.testing.assert_allclose(got_hidden, want["hidden"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(got_logits, want["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_loss_and_gradients_are_those_of_transformers(name: str):
+    """The mean cross entropy of next tokens, and the norm of its gradient for each tensor in the files."""
+    model, params = loaded(name)
+    want, inputs = expected(name), packed(name)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_and_gradients(params: Any) -> Any:
+        logp = jax.nn.log_softmax(forward(model, params, *inputs)[1])
+        nexts = [logp[row, columns][:-1] for row, columns in PLACES]
+        tokens = [inputs[0][row, columns][1:] for row, columns in PLACES]
+        return -jnp.take_along_axis(jnp.concatenate(nexts), np.concatenate(tokens)[:, None], 1).mean()
+
+    loss, slopes = loss_and_gradients(params)
+    leaves, sizes = leaves_of(slopes, sep="."), axis_sizes(model.config)
+    norms = {
+        stored: np.linalg.norm(np.asarray(leaves[tensor.path])[index])
+        for tensor in tensors_of(model.config)
+        for index, stored in tensor.names(sizes).items()
+    }
+    np.testing.assert_allclose(loss, want["loss"], rtol=1e-5)
+    np.testing.assert_allclose(
+        [norms[each] for each in sorted(norms)], want["gradients"], rtol=1e-3, atol=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -108,6 +165,32 @@ def test_each_leaf_lands_on_its_sharding_with_equal_bits(layout: str):
         assert np.asarray(leaf).tobytes() == np.asarray(want).tobytes()
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_device_reads_only_its_own_experts(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A 2 x 2 mesh: each device reads one layer of half of the experts, so that each tensor is read once."""
+    _, whole = loaded(name)
+    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices(), "a test")
+    shardings = jax.tree_util.tree_map_with_path(
+        lambda path, _: NamedSharding(
+            mesh, PartitionSpec(*["fsdp", "tensor"] if "expert" in str(path) else [])
+        ),
+        whole,
+    )
+    reads: Counter[str] = Counter()
+
+    def counted(stored: Stored, *index: slice) -> np.ndarray:
+        reads[stored.name] += 1
+        return read(stored, *index)
+
+    read = Stored.read
+    monkeypatch.setattr(Stored, "read", counted)
+    pretrained = open_folder(GOLDEN / name)
+    placed = pretrained.load(abstract_of(pretrained.config), shardings)
+    assert is_equal(placed, whole)
+    count = {number for stored, number in reads.items() if ".experts." in stored}
+    assert count == {1}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_both_forms_of_a_config_say_the_same(name: str, tmp_path: Path):
     folder = copy_of(name, tmp_path)
@@ -125,6 +208,11 @@ def test_both_forms_of_a_config_say_the_same(name: str, tmp_path: Path):
         ("llama3-scaled", "float32"),
         ("qwen2-sharded", "bfloat16"),
         ("qwen3-untied", "float16"),
+        ("qwen3-moe", "bfloat16"),
+        ("qwen3-moe-single", "float16"),
+        ("qwen2-moe", "bfloat16"),
+        ("olmoe", "float16"),
+        ("mixtral", "bfloat16"),
     ],
 )
 def test_a_round_trip_moves_no_bit(name: str, dtype: str, tmp_path: Path):
@@ -140,9 +228,54 @@ def test_a_round_trip_moves_no_bit(name: str, dtype: str, tmp_path: Path):
     assert written == accepted
     again = open_folder(out)
     assert again.config == model.config
-    assert jax.tree.all(
-        jax.tree.map(lambda a, b: bool((a == b).all()), again.load(model.abstract_params), params)
+    assert is_equal(again.load(abstract_of(model.config)), params)
+
+
+SWIGLU = ("gate_proj", "up_proj", "down_proj")
+ATTENTION = (
+    "input_layernorm", "post_attention_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo"),
+)  # fmt: skip
+QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+EXPERTS = ("mlp.gate", *(f"mlp.experts.{{}}.{name}" for name in SWIGLU))
+SHARED = ("mlp.shared_expert_gate", *(f"mlp.shared_expert.{name}" for name in SWIGLU))
+MIXTURE = dict(
+    vocab_size=11, layers=2, width=7, heads=6, kv_heads=3, head_dim=4, mlp_width=9, experts=12,
+    experts_per_token=2, expert_width=5,
+)  # fmt: skip
+WRITTEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "qwen3_moe": (dict(has_qk_norm=True), (*QK_NORMS, *EXPERTS)),
+    "qwen2_moe": (dict(shared_width=13), (*EXPERTS, *SHARED)),
+    "olmoe": (dict(has_qk_norm=True, is_qk_norm_joint=True, mlp_width=5), (*QK_NORMS, *EXPERTS)),
+    "mixtral": (
+        dict(has_unit_weights=True, mlp_width=5),
+        ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w2", "w3"))),
+    ),
+}
+"""Family -> options of a model, and modules with a weight; `{}` stands for the number of an expert."""
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_mixture_is_written_a_tensor_for_each_expert_and_read_again(family: str, tmp_path: Path):
+    options, modules = WRITTEN[family]
+    config = ModelConfig(**{**MIXTURE, "family": family, **options})
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.random(leaf.shape, np.float32), abstract_of(config))
+    export_folder(tmp_path / "out", config, params)
+    names = {
+        f"model.layers.{layer}.{module.format(expert)}.weight"
+        for layer in range(config.layers)
+        for module in (*ATTENTION, *modules)
+        for expert in range(config.experts)
+    }
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() == names | {"model.embed_tokens.weight", "model.norm.weight"}
+    (gate,) = (module for module in modules if module.endswith(("{}.gate_proj", "{}.w1")))
+    np.testing.assert_array_equal(
+        tensors[f"model.layers.1.{gate.format(11)}.weight"], params["blocks"]["mlp"]["expert_gate"][1, 11].T
     )
+    again = open_folder(tmp_path / "out")
+    assert again.config == config
+    assert is_equal(again.load(abstract_of(config)), params)
 
 
 def test_an_export_beyond_the_limit_is_sharded_and_read_again(
@@ -212,9 +345,11 @@ def test_exports_that_cannot_be_are_refused(tmp_path: Path):
         export_folder(tmp_path / "out", model.config, params, "int8")
     with pytest.raises(ArealError, match=r"tokenizer_from=.*nowhere is not a folder"):
         export_folder(tmp_path / "out", model.config, params, tokenizer_from=tmp_path / "nowhere")
-    sizes = dict(vocab_size=9, layers=1, width=8, heads=2, kv_heads=2, head_dim=4, mlp_width=8)
+    sizes: dict[str, Any] = dict(
+        vocab_size=9, layers=1, width=8, heads=2, kv_heads=2, head_dim=4, mlp_width=8
+    )
     both = ModelConfig(**sizes, has_qkv_bias=True, has_qk_norm=True)
-    with pytest.raises(ArealError, match="both has_qkv_bias and has_qk_norm has no Hugging Face archit"):
+    with pytest.raises(ArealError, match="no Hugging Face architecture has all of has_qkv_bias=True, has"):
         export_folder(tmp_path / "out", both, {})
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
@@ -247,6 +382,7 @@ def test_a_single_file_is_read_though_an_old_index_names_shards(tmp_path: Path):
     np.testing.assert_array_equal(open_folder(folder).stored["model.norm.weight"].read(), np.full(32, 7))
 
 
+FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -272,6 +408,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tensors left over": (
         lambda f: edit(f, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32)})),
         r"config.json does not use 1 \(model.layers.0.self_attn.q_proj.bias\) of the tensors",
+    ),
+    "fused experts": (
+        lambda f: edit(f, lambda t: t.update({FUSED: np.ones((4, 32, 32), np.float32)})),
+        rf"1 \({FUSED}\) of the tensors contain the matrices of all experts, which is not implemented; load",
     ),
     "another shape": (
         lambda f: edit(f, lambda t: t.update({K_PROJ: np.ones((32, 32), np.float32)})),
@@ -312,8 +452,7 @@ def test_rotary_buffers_and_an_equal_head_are_let_through(tmp_path: Path):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     edit(folder, lambda t: t.update(buffer, **{"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     model, params = loaded("llama-tied")
-    again = open_folder(folder).load(model.abstract_params)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, params))
+    assert is_equal(open_folder(folder).load(model.abstract_params), params)
 
 
 def test_a_head_that_contradicts_its_tie_is_refused(tmp_path: Path):
