@@ -79,15 +79,25 @@ def step_s(rows: list[dict]) -> float:
     return (rows[-1]["wall_s"] - rows[20]["wall_s"]) / (len(rows) - 21)
 
 
+MIXTURE = "model.overrides={experts: 8, experts_per_token: 2, expert_width: 128, has_unit_weights: true}"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("updates", [30, pytest.param(200, marks=pytest.mark.soak)])
-def test_asynchronous_updates_without_a_differing_bit(tmp_path, capsys, updates):
+@pytest.mark.parametrize(
+    ("updates", "model"),
+    [
+        (30, ()),
+        pytest.param(200, (), marks=pytest.mark.soak),
+        pytest.param(200, (MIXTURE,), marks=pytest.mark.soak),
+    ],
+)
+def test_asynchronous_updates_without_a_differing_bit(tmp_path, capsys, updates, model):
     """The bounded run is the control, which shows that bits can differ."""
     walls, rows = {}, {}
     kept = ("weights.backend=orbax", f"weights.keep_versions={updates + 1}")
     for numerics, steps in {"bounded": 40, "exact": updates}.items():
         folder = tmp_path / numerics
-        words = (*SETTINGS, *SMALL, *kept, f"run.dir={folder}", f"run.steps={steps}")
+        words = (*SETTINGS, *SMALL, *kept, *model, f"run.dir={folder}", f"run.steps={steps}")
         begun = time.monotonic()
         result = run(load_config(RECIPE, *words, f"trainer.numerics={numerics}"))
         walls[numerics], rows[numerics] = time.monotonic() - begun, result.metrics
