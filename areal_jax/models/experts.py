@@ -63,17 +63,16 @@ class Rows(NamedTuple):
     """Place of the first row of each expert, and of the first row without an expert."""
 
     @classmethod
-    def of(cls, experts: Int[Array, "n k"], count: int, block: int | None = None) -> Rows:
-        """Returns the order of the rows of `count` experts; a row with another number has no expert.
+    def of(cls, experts: Int[Array, "n k"], count: int, block: int) -> Rows:
+        """Returns the order of the rows of `count` experts, for blocks of `block` rows.
 
-        `block`: rows of a block; None: `block_size`.
+        A row with another number than 0 to `count` - 1 has no expert.
         """
         keys = jnp.where((experts >= 0) & (experts < count), experts, count).ravel()
         order = jnp.argsort(keys, stable=True)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
         starts = jnp.searchsorted(keys[order], jnp.arange(count + 1))
-        padded = jnp.pad(order, (0, block or block_size(len(order), count)))
-        return cls(padded, place.reshape(experts.shape), starts)
+        return cls(jnp.pad(order, (0, block)), place.reshape(experts.shape), starts)
 
     @property
     def block(self) -> int:
@@ -108,7 +107,7 @@ def expected_blocks(tokens: int, k: int, experts: int, own: int) -> int:
 
     `tokens`: of the call. The number of an expert's tokens is then binomial, with probability k / experts.
     """
-    block = block_size(tokens * k, own)
+    block = block_size(tokens * k, experts)
     if k == experts:
         return own * -(-tokens // block)
     counts, odds = np.arange(tokens + 1), k / experts

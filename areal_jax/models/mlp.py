@@ -16,7 +16,16 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_jax.models.attention import Attention, live_tokens
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.exact import TILE, is_exact
-from areal_jax.models.experts import Arithmetic, Routes, Rows, in_blocks, product, routes, weighted
+from areal_jax.models.experts import (
+    Arithmetic,
+    Routes,
+    Rows,
+    block_size,
+    in_blocks,
+    product,
+    routes,
+    weighted,
+)
 from areal_jax.models.products import gathered, summed
 from areal_jax.models.projections import Projections, normal
 from areal_jax.models.quantize import CODES, SCALE
@@ -171,7 +180,7 @@ class Mixture(Projections):
         """Returns the sums over the experts that `matrices` are of, from number `first` on."""
         c = self.config
         own = jnp.where(is_live[..., None], chosen.experts - first, -1).reshape(-1, c.experts_per_token)
-        order = Rows.of(own, len(jax.tree.leaves(matrices)[0]))
+        order = Rows.of(own, len(jax.tree.leaves(matrices)[0]), block_size(own.size, c.experts))
         by = Arithmetic(c.dtype, c.quantize)
 
         def of(name: str, rows: Array) -> Array:

@@ -83,7 +83,7 @@ def test_products_are_each_rows_with_its_experts_matrix(kind: str, tokens: int, 
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
     def of(x: Any, matrices: Any, weights: Any) -> Any:
-        rows = Rows.of(jnp.asarray(experts), count)
+        rows = Rows.of(jnp.asarray(experts), count, block_size(experts.size, count))
         y = product(rows.spread(x), matrices, rows.starts, rows.block, Arithmetic("float32"))
         out = rows.mixed(y, weights)
         return (out * slope).sum(), out
