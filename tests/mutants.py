@@ -26,7 +26,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
-ROOMS = ("control", "trajectories", "weights", "generation", "lab/simulation", "cluster", "runtime", "replay")
+ROOMS = (
+    "control", "trajectories", "weights", "generation", "lab/simulation", "cluster", "runtime", "replay",
+    "models",
+)  # fmt: skip
 """Folders of the tests that may execute the changed lines."""
 
 ENOUGH_S = 60.0
@@ -36,6 +39,21 @@ LIMIT_S = 300.0
 
 # fmt: off
 MUTANTS = {  # file below areal_jax -> (what the change breaks, the old text, the new text)
+    "models/experts.py": [
+        ("the weights of a token's experts do not sum to 1", "if has_unit_weights:", "if False:"),
+        ("of equally likely experts the higher number is taken",
+         "experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), k)[1]",
+         "experts = jnp.argsort(probabilities)[..., : -k - 1 : -1]"),
+        ("a block keeps the rows of the next expert that it has computed",
+         "fori_loop(0, blocks.count, one, jnp.zeros((len(rows)",
+         "fori_loop(0, blocks.count, lambda i, out: one(blocks.count - 1 - i, out), jnp.zeros((len(rows)"),
+    ],
+    "models/mlp.py": [
+        ("the MLP that all tokens pass is added without its gate",
+         "return mixed + jax.nn.sigmoid(gate)[..., None] * self.shared(x)", "return mixed + self.shared(x)"),
+        ("a padding token passes through experts",
+         "jnp.where(live_tokens(attend, x)[..., None], chosen.experts, -1)", "chosen.experts"),
+    ],
     "control/machine.py": [
         ("late and duplicate events are applied",
          "if self.state.is_stale(event):", "if False:"),

@@ -51,7 +51,7 @@ Temporaries are taken as proportional to the tokens that a program computes at o
 
 def for_trainer(config: Config, model: ModelConfig, need: Need) -> Iterator[tuple[str, int]]:
     t, g = config.trainer, config.generation
-    temporary, excess, shards = need.temporary, need.excess, t.mesh.data * t.mesh.fsdp
+    temporary, excess, shards = need.temporary, need.excess, t.mesh.row_parts
     if t.remat != "layer":
         yield "trainer.remat=layer", temporary // 2
     if t.compute != "packed" and config.tree_block > 256:

@@ -345,11 +345,11 @@ def executor_refusals(r: RuntimeConfig, a: AlgorithmConfig, t: TrainerConfig) ->
                 f"{setting} with runtime.trainer_processes={r.trainer_processes}: arrays move between meshes "
                 f"of one process only; set runtime.trainer_processes=1, or leave {setting} out"
             )
-        shards = executor.mesh.data * executor.mesh.fsdp if executor.mesh else 1
+        shards = executor.mesh.row_parts if executor.mesh else 1
         if t.rows % shards:
             yield (
-                f"trainer.rows={t.rows} does not divide evenly over runtime.{name}.mesh's data x fsdp = "
-                f"{shards} shards; set trainer.rows to a multiple of {shards}"
+                f"trainer.rows={t.rows} does not divide evenly over runtime.{name}.mesh's data x fsdp x "
+                f"expert = {shards} shards; set trainer.rows to a multiple of {shards}"
             )
     if r.reference.is_apart and a.reference == "ema":
         yield (

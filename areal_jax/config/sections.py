@@ -389,9 +389,7 @@ class MeshConfig(Section):
     tensor: int = Field(default=1, ge=1)
     """Number of shards of attention heads and MLP width (tensor parallelism)."""
     expert: int = Field(default=1, ge=1)
-    """Number of shards of a mixture's experts (expert parallelism); must divide their number. The devices of
-    these shards have the same rows of a batch.
-    """
+    """Number of shards of a mixture's experts (expert parallelism); must divide their number."""
 
     @property
     def shape(self) -> dict[str, int]:
@@ -399,8 +397,13 @@ class MeshConfig(Section):
         return {**dict(self), "context": 1}
 
     @property
+    def row_parts(self) -> int:
+        """Number of parts into which the rows of a batch are split; devices of `tensor` share rows."""
+        return self.data * self.fsdp * self.expert
+
+    @property
     def devices(self) -> int:
-        return self.data * self.fsdp * self.tensor * self.expert
+        return self.row_parts * self.tensor
 
 
 class SupervisedConfig(Section):

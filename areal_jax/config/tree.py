@@ -134,13 +134,13 @@ class Config(Section):
     def tree_block(self) -> int:
         """Tokens that each of the trainer's devices computes at once over prefix trees."""
         t = self.trainer
-        return t.tree_block or t.rows * self.row_length // (t.mesh.data * t.mesh.fsdp)
+        return t.tree_block or t.rows * self.row_length // t.mesh.row_parts
 
     @property
     def logp_chunk(self) -> int:
         """Tokens, over all devices, for which the trainer has logits in memory at once."""
         t = self.trainer
-        large = 2048 * t.mesh.data * t.mesh.fsdp
+        large = 2048 * t.mesh.row_parts
         return t.logp_chunk or (large if self.activations == "bfloat16" else 1024)
 
     @property

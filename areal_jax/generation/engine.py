@@ -47,6 +47,7 @@ from areal_jax.models.device_layout import (
     laid_out,
     layout_on,
 )
+from areal_jax.models.kernels import expert_products
 from areal_jax.models.kernels.paged_attention import choose_for
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.models.model import Model, Params
@@ -192,6 +193,8 @@ class Engine(jetstream.Engine):
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
         self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens)
         """The attention path, and the reasons against each path that was preferred to it."""
+        self.products, expert_kernel = expert_products.choose_for(self._served.config, self._mesh)
+        """The same of the experts' products."""
         self._kv_pages = partial(
             model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype, platform=self._platform
         )
@@ -214,7 +217,7 @@ class Engine(jetstream.Engine):
             self.recompute_chunk,
             support_size,
             reserved_slots,
-            Execution(mesh=self._mesh),
+            Execution(mesh=self._mesh, expert_kernel=expert_kernel),
             kernel,
             ends_early,
         )

@@ -1,9 +1,9 @@
 """Causal attention for `models.transformer`, over packed rows (trainer) or over pages of KV (generator).
 
-Each layer calls the attention with its queries, keys, values and the cache (pages of KV; None over packed
-rows), and gets the output and the updated cache. Both forms compute the same softmax and differ only in where
-keys and values are stored. Shapes: B rows, T tokens, H query heads, K kv heads, R = H / K, h head dimension,
-N slots (samples generated at once), C tokens of a slot in one call.
+Each layer calls the attention with its queries, keys, values and the cache (pages of KV; over packed rows
+what routers did, or None), and gets the output and the updated cache. Both forms compute the same softmax and
+differ only in where keys and values are stored. Shapes: B rows, T tokens, H query heads, K kv heads, R = H /
+K, h head dimension, N slots (samples generated at once), C tokens of a slot in one call.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.blockwise import NEGATIVE, blockwise_attention, segment_ends
+from areal_jax.models.experts import RouterSums, Routes
 from areal_jax.models.kernels.packed_attention import Kernel, over_mesh
 from areal_jax.models.kv_pages import KVPages, PagedKernel
 from areal_jax.models.products import sum_dtype
@@ -36,7 +37,7 @@ KV_BLOCK = 64
 Attention = Callable[[Array, Array, Array, Array, Any], tuple[Array, Any]]
 """`attend(layer, q (B, T, H, h), k (B, T, K, h), v, cache)` returns the attention output (B, T, H, h) of the
 queries `q` of layer number `layer`, and the updated cache. Over pages, `k` and `v` are first written into the
-cache; over packed rows the cache is None.
+cache; over packed rows the cache is returned as it is.
 """
 
 
@@ -44,6 +45,13 @@ def live_tokens(attend: Attention, x: Array) -> Bool[Array, "B T"]:
     """Returns which of the tokens `x` (B, T, D) are not padding; an attention that does not say has none."""
     found = getattr(attend, "is_live", None)
     return jnp.ones(x.shape[:2], bool) if found is None else found
+
+
+def with_routes(attend: Attention, layer: Any, cache: Any, routes: Routes) -> Any:
+    """Returns the cache with what the router of layer number `layer` did, if the cache takes it."""
+    if not isinstance(cache, RouterSums):
+        return cache
+    return cache.adding(layer, routes, live_tokens(attend, routes.weights))
 
 
 class PackedAttention(struct.PyTreeNode):
@@ -65,9 +73,11 @@ class PackedAttention(struct.PyTreeNode):
     def is_live(self) -> Bool[Array, "B T"]:
         return self.segment_ids > 0
 
-    def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
+    def __call__(
+        self, layer: Any, q: Any, k: Any, v: Any, cache: RouterSums | None
+    ) -> tuple[Array, RouterSums | None]:
         if self.kernel is not None and self.subtree_ends is None:
-            return self.kernel(q.astype(k.dtype), k, v, self.segment_ids).astype(jnp.float32), None
+            return self.kernel(q.astype(k.dtype), k, v, self.segment_ids).astype(jnp.float32), cache
         is_cpu = platform_of(self.mesh) == "cpu"
         if is_cpu:  # its products read float32 (or float64), also over pages
             k, v = k.astype(sum_dtype(k)), v.astype(sum_dtype(v))
@@ -76,7 +86,7 @@ class PackedAttention(struct.PyTreeNode):
         attend: Any = partial(blockwise_attention, block=block)
         if self.mesh is not None:
             attend = over_mesh(attend, self.mesh, k.shape[2])
-        return attend(q, k, v, ends), None
+        return attend(q, k, v, ends), cache
 
 
 class PagedAttention(struct.PyTreeNode):

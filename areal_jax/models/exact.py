@@ -155,7 +155,7 @@ class ExactPackedAttention(struct.PyTreeNode):
     def rows(self, f: Callable[..., Any], *args: Any) -> Any:
         return _by_rows(f, args, self.is_live)
 
-    def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: None) -> tuple[Array, None]:
+    def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: Any) -> tuple[Array, Any]:
         keys, values = (x.reshape(-1, *x.shape[2:]).astype(jnp.float32) for x in (k, v))
         segments = self.own.ravel(), self.start.ravel(), self.parent.ravel()
 
@@ -172,7 +172,7 @@ class ExactPackedAttention(struct.PyTreeNode):
             return keys[at], values[at]
 
         place = self.own, self.start, self.parent
-        return self.rows(partial(_attend, fetch), q, self.positions, place), None
+        return self.rows(partial(_attend, fetch), q, self.positions, place), cache
 
 
 class ExactPagedAttention(PagedAttention):

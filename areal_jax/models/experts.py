@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.products import summed
 from areal_jax.models.quantize import dequantized
@@ -34,6 +34,52 @@ class Routes(NamedTuple):
     experts: Int[Array, "*n k"]
     """The likeliest expert first; of equally likely ones the lower number."""
     weights: Float[Array, "*n k"]
+    probabilities: Float[Array, "*n E"]
+    """Of all experts; their sum is 1."""
+
+
+class RouterSums(NamedTuple):
+    """What the routers of L layers did, summed over tokens; it has no gradient."""
+
+    tokens: Float[Array, "L E"]
+    """Number of tokens that passed through each expert."""
+    probabilities: Float[Array, "L E"]
+    entropy: Float[Array, " L"]
+    """Sum of the entropies of the tokens' probabilities, in nats."""
+
+    @classmethod
+    def zeros(cls, layers: int, experts: int, dtype: str) -> RouterSums:
+        each = jnp.zeros((layers, experts), dtype)
+        return cls(each, each, jnp.zeros(layers, dtype))
+
+    def adding(self, layer: Any, routes: Routes, is_live: Bool[Array, "B T"]) -> RouterSums:
+        """Returns the sums with those of the live tokens of layer number `layer` added."""
+        probabilities = jax.lax.stop_gradient(routes.probabilities)
+        of = jnp.where(is_live[..., None], probabilities, 0)
+        chosen = (routes.experts[..., None] == jnp.arange(of.shape[-1])) & is_live[..., None, None]
+        entropy = -jax.scipy.special.xlogy(of, of).sum()
+        added = chosen.sum((0, 1, 2)), of.sum((0, 1)), entropy
+        return RouterSums(*(x.at[layer].add(more) for x, more in zip(self, added, strict=True)))
+
+    def figures(self) -> dict[str, float]:
+        """Returns metrics of the routers, each a mean over the layers; without tokens there are none.
+
+        Those of the load: the most and the fewest tokens of an expert, over their mean. The loss for balanced
+        experts (arXiv:2101.03961, with k experts a token) is E sum_e f_e P_e, where f_e is the mean number of
+        times that a token of a layer passes through expert e, and P_e the expert's mean probability; it is k
+        if all experts have the same number of tokens.
+        """
+        tokens, probabilities, entropy = (np.asarray(x, np.float64) for x in self)
+        total = probabilities.sum()  # tokens times layers
+        if total == 0:
+            return {}
+        load = tokens / tokens.mean(1, keepdims=True)
+        return {
+            "router_load_max": load.max(1).mean(),
+            "router_load_min": load.min(1).mean(),
+            "router_entropy": entropy.sum() / total,
+            "router_balance_loss": tokens.shape[1] * float(tokens.sum(0) @ probabilities.sum(0)) / total**2,
+        }
 
 
 def routes(
@@ -49,7 +95,7 @@ def routes(
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if has_unit_weights:
         weights = weights / weights.sum(-1, keepdims=True)
-    return Routes(experts, weights)
+    return Routes(experts, weights, probabilities)
 
 
 class Rows(NamedTuple):
@@ -191,6 +237,10 @@ class Arithmetic:
 
     dtype: str
     kind: str = "none"
+    kernel: Callable[..., Array] | None = None
+    """Computes the products of matrices that are no codes (`kernels.expert_products`); None: JAX code does,
+    block by block.
+    """
 
     def matrix(self, weights: Any, expert: Array) -> Float[Array, "I O"]:
         """Returns an expert's matrix; `weights`: all of them, (E, I, O), or their codes and scale."""
@@ -211,16 +261,23 @@ def product(
 
 def _forward(x: Array, weights: Any, starts: Array, block: int, by: Arithmetic) -> tuple[Array, tuple]:
     read = x.astype(by.dtype)
-    out = in_blocks(lambda rows, e: summed(rows, by.matrix(weights, e), 1, 0), read, starts, block)
+    if by.kernel is not None:
+        out = by.kernel(read, weights.astype(by.dtype), starts)
+    else:
+        out = in_blocks(lambda rows, e: summed(rows, by.matrix(weights, e), 1, 0), read, starts, block)
     return out, (read, jnp.empty(0, x.dtype), weights, starts)
 
 
 def _backward(block: int, by: Arithmetic, kept: tuple, slope: Array) -> tuple[Array, Any, None]:
     (x, like, weights, starts), slope = kept, slope.astype(by.dtype)
+    has_expert = jnp.arange(len(x)) < starts[-1]
+    if by.kernel is not None:
+        of_x = by.kernel(slope, weights.astype(by.dtype), starts, 1, like.dtype)
+        of_weights = by.kernel(x, slope, starts).astype(weights.dtype)
+        return jnp.where(has_expert[:, None], of_x, 0), of_weights, None
     of_x = in_blocks(
         lambda rows, e: summed(rows, by.matrix(weights, e), 1, 1, like.dtype), slope, starts, block
     )
-    has_expert = jnp.arange(len(x)) < starts[-1]
     of_weights = _of_weights(x, slope, weights, starts, block) if by.kind == "none" else None
     return jnp.where(has_expert[:, None], of_x, 0), of_weights, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from areal_jax.models.attention import Attention, live_tokens
 from areal_jax.models.config import ModelConfig
@@ -29,7 +30,7 @@ from areal_jax.models.experts import (
 from areal_jax.models.products import gathered, summed
 from areal_jax.models.projections import Projections, normal
 from areal_jax.models.quantize import CODES, SCALE
-from areal_jax.parallel.mesh import ROWS, spec_of
+from areal_jax.parallel.mesh import row_axes, spec_of
 
 ROUTES = "routes"
 """Name of the experts that tokens are sent to; a backward pass that runs a layer again repeats these."""
@@ -133,19 +134,26 @@ class Mixture(Projections):
         return mixed + jax.nn.sigmoid(gate)[..., None] * self.shared(x)
 
     def mixed(
-        self, x: Float[Array, "B T D"], chosen: Routes, attend: Attention, mesh: Mesh | None
+        self,
+        x: Float[Array, "B T D"],
+        chosen: Routes,
+        attend: Attention,
+        mesh: Mesh | None,
+        kernel: Callable[..., Array] | None,
     ) -> Float[Array, "B T D"]:
         """Returns the weighted sums of the experts' results for the normed tokens `x`.
 
-        Padding tokens pass through no expert. On a `mesh`, each device computes the rows of its own experts,
-        and the devices add their sums. With an exact attention, no bit depends on the other tokens.
+        `mesh`, `kernel`: as in `transformer.Execution`. Padding tokens pass through no expert. On a mesh, the
+        devices that split the experts have all of
+        their tokens for the time of the products; each computes the rows of its own experts, and they add
+        their sums. With an exact attention, no bit depends on the other tokens.
         """
-        live = live_tokens(attend, x)
+        experts = jnp.where(live_tokens(attend, x)[..., None], chosen.experts, -1)
         if is_exact(attend):
-            return attend.rows(weighted, self._by_rows(x, chosen.experts, live), chosen.weights)
+            return attend.rows(weighted, self._by_rows(x, experts), chosen.weights)
         if mesh is None or mesh.size == 1:
-            return self._sums(self._matrices(), 0, x, chosen, live)
-        rows = ROWS if "data" in mesh.shape else PartitionSpec()
+            return self._sums(self._matrices(), 0, kernel)(x, experts, chosen.weights)
+        rows = row_axes(mesh) if "data" in mesh.shape else PartitionSpec()
         # Codes and their scales would be split differently, and are split by expert alone.
         is_whole = self.config.quantize != "none"
         specs = {}
@@ -153,19 +161,25 @@ class Mixture(Projections):
             axes = axes[:1] if is_whole else axes
             specs[name] = spec_of(axes, self._shape(axes), mesh)
         by, inner = specs["expert_gate"][0], None if is_whole else specs["expert_gate"][2]
+        has_parts = bool(rows) and by in rows[0]
 
-        def on_device(matrices: Any, x: Array, chosen: Routes, live: Array) -> Array:
+        def on_device(matrices: Any, *of_tokens: Array) -> Array:
+            if has_parts:
+                of_tokens = jax.lax.all_gather(of_tokens, by, tiled=True)
+            x, experts, weights = of_tokens
             for name, spec in specs.items():
                 if "fsdp" in spec:
                     matrices[name] = gathered(matrices[name], spec.index("fsdp"), self.config.dtype)
             count = len(jax.tree.leaves(matrices)[0])
             first = 0 if by is None else count * jax.lax.axis_index(by)
-            total = self._sums(matrices, first, x, chosen, live)
-            return jax.lax.psum(total, [axis for axis in (by, inner) if axis is not None])
+            total = self._sums(matrices, first, kernel)(x, experts, weights)
+            if has_parts:
+                total = jax.lax.psum_scatter(total, by, tiled=True)
+            return jax.lax.psum(total, [axis for axis in (None if has_parts else by, inner) if axis])
 
         return jax.shard_map(
-            on_device, mesh=mesh, in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False
-        )(self._matrices(), x, chosen, live)
+            on_device, mesh=mesh, in_specs=(specs, *[rows] * 3), out_specs=rows, check_vma=False
+        )(self._matrices(), x, experts, chosen.weights)
 
     def _matrices(self) -> dict[str, Any]:
         """Returns the matrices of all experts; of each its codes and scale if they are quantised."""
@@ -175,33 +189,37 @@ class Mixture(Projections):
         return {name: {CODES: leaf.codes[...], SCALE: leaf.scale[...]} for name, leaf in leaves.items()}
 
     def _sums(
-        self, matrices: Any, first: Any, x: Array, chosen: Routes, is_live: Array
-    ) -> Float[Array, "B T D"]:
-        """Returns the sums over the experts that `matrices` are of, from number `first` on."""
-        c = self.config
-        own = jnp.where(is_live[..., None], chosen.experts - first, -1).reshape(-1, c.experts_per_token)
-        order = Rows.of(own, len(jax.tree.leaves(matrices)[0]), block_size(own.size, c.experts))
-        by = Arithmetic(c.dtype, c.quantize)
+        self, matrices: Any, first: Any, kernel: Callable[..., Array] | None
+    ) -> Callable[[Array, Array, Array], Float[Array, "B T D"]]:
+        """Returns a function of tokens, their experts (-1: none) and weights that computes the weighted sums.
 
-        def of(name: str, rows: Array) -> Array:
-            return product(rows, matrices[name], order.starts, order.block, by)  # type: ignore[return-value]
+        They are over the experts that `matrices` are of, which have the numbers from `first` on.
+        """
+        c, by = self.config, Arithmetic(self.config.dtype, self.config.quantize, kernel)
 
-        rows = order.spread(x.reshape(-1, c.width))
-        rows = jax.nn.silu(of("expert_gate", rows)) * of("expert_up", rows)
-        rows = of("expert_down", rows.astype(c.activations))
-        return order.mixed(rows, chosen.weights.reshape(own.shape)).reshape(x.shape)
+        def sums(x: Array, experts: Array, weights: Array) -> Array:
+            own = (experts - first).reshape(-1, c.experts_per_token)
+            order = Rows.of(own, len(jax.tree.leaves(matrices)[0]), block_size(own.size, c.experts))
 
-    def _by_rows(
-        self, x: Float[Array, "B T D"], experts: Int[Array, "B T k"], is_live: Bool[Array, "B T"]
-    ) -> Float[Array, "B T k D"]:
-        """Returns the result of each of a token's experts; its bits do not depend on other tokens.
+            def of(name: str, rows: Array) -> Array:
+                found = product(rows, matrices[name], order.starts, order.block, by)
+                return found  # type: ignore[return-value]
+
+            rows = order.spread(x.reshape(-1, c.width))
+            rows = jax.nn.silu(of("expert_gate", rows)) * of("expert_up", rows)
+            rows = of("expert_down", rows.astype(c.activations))
+            return order.mixed(rows, weights.reshape(own.shape)).reshape(x.shape)
+
+        return sums
+
+    def _by_rows(self, x: Float[Array, "B T D"], experts: Int[Array, "B T k"]) -> Float[Array, "B T k D"]:
+        """Returns the result of each of a token's experts (-1: none); no bit depends on other tokens.
 
         Blocks have TILE rows, and barriers keep XLA from fusing a block's products with other code.
         """
         c, matrices = self.config, self._matrices()
         by = Arithmetic(c.dtype, c.quantize)
-        own = jnp.where(is_live[..., None], experts, -1).reshape(-1, c.experts_per_token)
-        order = Rows.of(own, c.experts, TILE)
+        order = Rows.of(experts.reshape(-1, c.experts_per_token), c.experts, TILE)
 
         def mlp(rows: Array, expert: Array) -> Array:
             own = {name: by.matrix(leaf, expert) for name, leaf in matrices.items()}

@@ -176,7 +176,8 @@ class Model:
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the hidden states after the last norm, and the cache with these tokens' KV added.
 
-        `cache`: KVPages if `attend` is paged attention, None if it is attention over packed rows.
+        `cache`: KVPages if `attend` is paged attention; RouterSums or None if it is attention over packed
+        rows, which adds what the routers did.
         """
         chex.assert_rank(tokens, 2)
         chex.assert_equal_shape([tokens, positions])

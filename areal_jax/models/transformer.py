@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from areal_jax.models.attention import Attention
+from areal_jax.models.attention import Attention, with_routes
 from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig, is_router
 from areal_jax.models.exact import as_attended, is_exact, rounded, rows_of, with_matrices_in
@@ -48,6 +48,8 @@ class Execution(NamedTuple):
     """
     mesh: Mesh | None = None
     """The parameters' mesh, on whose devices a mixture of experts is split; None: one device."""
+    expert_kernel: Callable[..., Array] | None = None
+    """Computes the experts' products (`kernels.expert_products`); None: JAX code does."""
 
 
 PLAIN = Execution()
@@ -171,11 +173,11 @@ class Block(nnx.Module):
         cache: Any,
         *,
         experts: Int[Array, "B T k"] | None,
-        mesh: Mesh | None,
+        execution: Execution,
     ) -> tuple[tuple[Array, Any], Int[Array, "B T k"] | None]:
         """Returns (x after this layer, cache), and the experts of each token (None without a mixture).
 
-        `experts`: those to use; None: the router chooses them. `mesh`: the mesh of the parameters.
+        `experts`: those to use; None: the router chooses them.
         """
         by_rows = rows_of(attend)
         q, k, v = by_rows(self.before, x, positions)
@@ -183,7 +185,8 @@ class Block(nnx.Module):
         if isinstance(self.mlp, GatedMLP):
             return (by_rows(self.after, x, attended), cache), None
         x, normed, routes = by_rows(self.routed, x, attended, *([] if experts is None else [experts]))
-        mixed = self.mlp.mixed(normed, routes, attend, mesh)
+        mixed = self.mlp.mixed(normed, routes, attend, execution.mesh, execution.expert_kernel)
+        cache = with_routes(attend, layer, cache, routes)
         return (by_rows(self.joined, x, normed, mixed), cache), routes.experts
 
     def before(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
@@ -260,7 +263,7 @@ class Transformer(nnx.Module):
             if is_exact(attend):
                 params = with_matrices_in(params, self.config.dtype)
             block = nnx.merge(graph, params)
-            return block(index, x, positions, attend, cache, experts=experts, mesh=execution.mesh)
+            return block(index, x, positions, attend, cache, experts=experts, execution=execution)
 
         def one_layer(carry: tuple[Array, Any], layer: tuple[Any, ...]) -> tuple[tuple[Array, Any], Any]:
             (x, cache), (index, params, experts) = carry, layer

@@ -6,6 +6,7 @@ generation host's mesh has only the axis tensor, over which it splits experts to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "layers": None,
 }
 """Logical name of a parameter's axis -> mesh axis; of several, the first that the mesh has."""
-ROWS = PartitionSpec(("data", "fsdp"))
-"""Partition of a batch over the trainer's mesh: rows are split over the axes data and fsdp."""
+ROW_AXES = ("data", "fsdp", "expert")
+"""Axes of the trainer's mesh over which the rows of a batch are split; `tensor` shares them."""
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[Any], owner: str) -> Mesh:
@@ -132,6 +133,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def row_axes(mesh: Mesh) -> PartitionSpec:
+    """Returns the partition of an array whose first axis are a batch's rows, over the trainer's mesh.
+
+    Only the axes of more than one device split the rows, but data and fsdp, which always do.
+    """
+    return PartitionSpec(tuple(axis for axis in ROW_AXES if axis != "expert" or mesh.shape.get(axis, 1) > 1))
+
+
+def row_parts(mesh: Mesh) -> int:
+    """Returns the number of parts into which the trainer's mesh splits the rows of a batch."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in ROW_AXES)
+
+
 def rows_over(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that splits an array's first axis, a batch's rows, over the trainer's mesh."""
-    return NamedSharding(mesh, ROWS)
+    return NamedSharding(mesh, row_axes(mesh))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -55,6 +55,10 @@ class Assumed:
     """Mean number of keys that a query sees in an attention kernel, padding queries included."""
     context: float = 0.0
     """Mean number of a slot's tokens that a call of the paged attention kernel reads."""
+    expert_rows: float = 1.0
+    """Share of the rows of a kernel for experts' products that are of the device's own experts."""
+    experts_read: float = 1.0
+    """Share of the device's experts that have a row."""
 
 
 @dataclass(frozen=True)
@@ -364,6 +368,9 @@ def _custom(module: Module, computation: Computation, one: Instruction, own: Cos
     if kernel is None:
         return True
     own.kernels[kernel] += 1
+    if "expert" in kernel:
+        _experts(module, one, operands, own, assumed)
+        return True
     queries = operands[0]
     # Two products in the forward pass, five in the backward pass.
     products = 5 if "bwd" in kernel or "ackward" in kernel else 2
@@ -377,6 +384,20 @@ def _custom(module: Module, computation: Computation, one: Instruction, own: Cos
                 reads[at] = Moved(str(x), x.bytes * listed)
     own.traffic[_traffic(module, one, reads, [Moved(str(x), x.bytes) for x in one.arrays])] += 1
     return True
+
+
+def _experts(
+    module: Module, one: Instruction, operands: Sequence[Array], own: Costs, assumed: Assumed
+) -> None:
+    """Add a kernel for the products of a mixture's experts, whose first operand are the sorted rows."""
+    (rows, other), (result,) = operands[:2], one.arrays
+    share = {2: assumed.expert_rows, 3: assumed.experts_read}
+    inputs, outputs = rows.shape[1], (result if len(result.shape) == 2 else other).shape[-1]
+    own.flops[rows.dtype] += int(2 * rows.shape[0] * inputs * outputs * assumed.expert_rows)
+    reads = [Moved(str(x), x.bytes * share.get(len(x.shape), 1)) for x in operands]
+    # Of the gradients of all experts, those without a row are written too.
+    written = result.bytes * (assumed.expert_rows if len(result.shape) == 2 else 1)
+    own.traffic[_traffic(module, one, reads, [Moved(str(result), written)])] += 1
 
 
 def kernel_name(one: Instruction) -> str | None:

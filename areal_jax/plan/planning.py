@@ -65,6 +65,7 @@ def plan(config: Config, machine: Machine, note: Callable[[str], None]) -> dict[
         "parameters": recipe.model.parameter_count,
         "meshes": {side.role: dict(side.mesh.shape) for side in recipe.sides},
         "attention": {side.role: side.attention for side in recipe.sides},
+        "products": {side.role: side.products for side in recipe.sides if recipe.model.config.experts},
         "programs": [_plain(one) for one in programs],
         "roles": [dataclasses.asdict(one) | {"fits": one.fits, "text": one.text} for one in judged],
         "fits": all(one.fits for one in judged),

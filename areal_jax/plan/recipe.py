@@ -26,7 +26,7 @@ from areal_jax.models.attention import BLOCK, KV_BLOCK
 from areal_jax.models.config import SHAPES
 from areal_jax.models.experts import expected_blocks
 from areal_jax.models.model import Model
-from areal_jax.parallel.mesh import param_shardings, replicated, rows_over, spec_of
+from areal_jax.parallel.mesh import param_shardings, replicated, row_parts, rows_over, spec_of
 from areal_jax.plan.costs import Assumed
 from areal_jax.tasks.source import load_tasks
 from areal_jax.trainer.compiled import bytes_on_one_device
@@ -79,6 +79,8 @@ class Side:
     """Content -> bytes on one device."""
     attention: str
     """The attention path: the name of a kernel, or blocks (JAX code)."""
+    products: str
+    """The same of the products of a mixture's experts."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ def _trainer(config: Config, learner: Learner, devices: Devices, teacher: Source
         model = teacher.model
         shardings = param_shardings(model.logical_axes, model.abstract_params, learner.mesh)
         resident["teacher"] = bytes_on_one_device(_on(model.abstract_params, shardings))
-    return Side(TRAINER, learner.mesh, tuple(found), resident, learner.objective.forward.attention.path)
+    forward = learner.objective.forward
+    return Side(TRAINER, learner.mesh, tuple(found), resident, forward.attention.path, forward.products.path)
 
 
 def _packed_programs(
@@ -210,7 +213,7 @@ def _of_one_way(
     config: Config, learner: TreeLearner, packed: PreparedBatch, found: Sequence[RecipeProgram]
 ) -> list[RecipeProgram]:
     """Returns the programs of compute=auto; those of the way that costs more tokens are never called."""
-    a, shards = config.algorithm, learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
+    a, shards = config.algorithm, row_parts(learner.mesh)
     passes = bool(learner.objective.on_arrival) + a.has_reference + (a.teacher is not None)
     micros, tokens = packed.tokens.shape[0] // learner.rows, packed.tokens.size / shards
     call_tokens = learner.tree_blocks.call_tokens
@@ -221,26 +224,36 @@ def _of_one_way(
 
 def _assumed_training(config: Config, learner: Learner) -> Assumed:
     g, forward = config.generation, learner.objective.forward
-    shards = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
+    shards = row_parts(learner.mesh)
     # As packed_stats divides a row into chunks, and attention a sample into blocks.
     width = max(1, forward.chunk // shards // (learner.rows // shards))
     trained = learner.length * g.max_tokens / g.length
     trips = {
         "head_chunks": math.ceil(trained / min(width, learner.length)),
         "key_blocks": math.ceil((g.length / BLOCK + 1) / 2),
-        **_expert_trips(learner.model, learner.mesh, learner.rows // shards * learner.length),
     }
-    return Assumed(trips, keys=g.length / 2)
+    assumed = Assumed(trips, keys=g.length / 2)
+    return _with_experts(assumed, learner.model, learner.mesh, learner.rows // shards * learner.length)
 
 
-def _expert_trips(model: Model, mesh: Mesh, tokens: int) -> dict[str, int]:
-    """Returns the trips of the loops over blocks of experts' rows, in a call of `tokens` tokens a device."""
+def _with_experts(assumed: Assumed, model: Model, mesh: Mesh, tokens: int) -> Assumed:
+    """Returns what is assumed of a call of `tokens` tokens a device, that of the experts' products added.
+
+    Each expert is as likely as any other.
+    """
     c = model.config
     if not c.experts:
-        return {}
+        return assumed
     axis = spec_of(["experts"], [c.experts], mesh)[0]
-    own = c.experts // (1 if axis is None else mesh.shape[axis])
-    return {"expert_blocks": expected_blocks(tokens, c.experts_per_token, c.experts, own)}
+    parts = 1 if axis is None else mesh.shape[axis]
+    tokens *= mesh.shape.get("expert", 1)  # a device computes those of all devices that split the experts
+    blocks = expected_blocks(tokens, c.experts_per_token, c.experts, c.experts // parts)
+    return replace(
+        assumed,
+        trips={**assumed.trips, "expert_blocks": blocks},
+        expert_rows=1 / parts,
+        experts_read=1 - (1 - c.experts_per_token / c.experts) ** tokens,
+    )
 
 
 def _on(tree: Any, shardings: Any) -> Any:
@@ -332,14 +345,18 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
         "recompute": chunks * float(config.on_update == "recompute"),
         "extract": 0.0,
     }
-    trips = {
-        name: {"kv_blocks": blocks(keys), **_expert_trips(model, mesh, tokens)}
-        for name, keys, tokens in (
-            ("prefill", (prompt + width) / 2, rows * width),
-            ("decode", mean, g.rollout_slots),
-            ("recompute", g.length / 2, g.slots * rebuilt),
-        )
+    sizes = {
+        "prefill": ((prompt + width) / 2, rows * width),
+        "decode": (mean, g.rollout_slots),
+        "recompute": (g.length / 2, g.slots * rebuilt),
     }
+
+    def assumed(name: str) -> Assumed:
+        keys, tokens = sizes.get(name, (0, 0))
+        trips = {"kv_blocks": blocks(keys)} if tokens else {}
+        found = Assumed(trips, g.sampling.is_truncated, *read.get(name, (mean, mean)))
+        return _with_experts(found, model, mesh, tokens) if tokens else found
+
     read = {"prefill": _by_chunks(prompt, width), "recompute": _by_chunks(g.length, rebuilt)}
     tokens = {"prefill": rows * width, "decode": g.rollout_slots * g.decode_steps}
     beyond = {"prefill": cache, "insert": functions["insert"][1][1].cache}
@@ -347,7 +364,7 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
         RecipeProgram(
             role=HOST, name=name, function=function, arguments=arguments, calls=calls[name],
             tokens=tokens.get(name, 0), beyond=beyond.get(name, ()),
-            assumed=Assumed(trips.get(name, {}), g.sampling.is_truncated, *read.get(name, (mean, mean))),
+            assumed=assumed(name),
         )
         for name, (function, arguments) in functions.items()
     ]  # fmt: skip
@@ -367,7 +384,7 @@ def _host(config: Config, model: Model, devices: Devices) -> Side:
     }
     if engine.weight_layout != "stacked" or not is_as_published:
         resident[CONVERTED] = weights
-    return Side(HOST, mesh, tuple(programs), resident, engine.attention.path)
+    return Side(HOST, mesh, tuple(programs), resident, engine.attention.path, engine.products.path)
 
 
 def _by_chunks(tokens: int, chunk: int) -> tuple[float, float]:
@@ -396,9 +413,9 @@ def full_length_calls(config: Config, learner: TreeLearner, *, with_gradients: b
             key = np.full(g.length, group)
             key[prompt:] = 1_000_000 + group * a.group_size + member
             keys.append(key)
-    blocks, shape = learner.tree_blocks, learner.mesh.shape
+    blocks = learner.tree_blocks
     tree = depth_first(prefix_tree(keys), blocks)
-    return calls_of(tree, shape["data"] * shape["fsdp"], blocks, with_gradients=with_gradients)
+    return calls_of(tree, row_parts(learner.mesh), blocks, with_gradients=with_gradients)
 
 
 def _tree_programs(
@@ -420,10 +437,11 @@ def _tree_programs(
     trips = {
         "head_chunks": math.ceil(most / learner.objective.forward.chunk),
         "key_blocks": math.ceil((config.generation.length / BLOCK + 1) / 2),
-        **_expert_trips(learner.model, learner.mesh, learner.tree_blocks.call_tokens or most),
     }
+    computed = learner.tree_blocks.call_tokens or most
     assumed = Assumed(trips, keys=config.generation.length / 2)
-    walks = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
+    assumed = _with_experts(assumed, learner.model, learner.mesh, computed)
+    walks = row_parts(learner.mesh)
     found = []
     for name, (function, arguments) in learner.tree.abstract_calls(state, batch, minibatches).items():
         # What is in memory only during prepare or update: path, gradients and scores.

@@ -31,6 +31,7 @@ from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.parts import Parts, assemble, make_learner, open_inputs, with_steps
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.loading import load_config, make_config, resolved
+from areal_jax.config.sections import MeshConfig
 from areal_jax.config.tree import Config
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.model import Model
@@ -282,7 +283,7 @@ def _config(about: About) -> Config:
     config = make_config(about["config"])
     if about["header"]["device_kind"] == jax.devices()[0].device_kind or config.trainer_devices == 1:
         return config
-    return load_config(about["config"], *(f"trainer.mesh.{axis}=1" for axis in ("data", "fsdp", "tensor")))
+    return load_config(about["config"], *(f"trainer.mesh.{axis}=1" for axis in MeshConfig.model_fields))
 
 
 def _state(bundle: Bundle, config: Config, learner: Learner) -> TrainState:

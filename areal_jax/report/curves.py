@@ -25,6 +25,8 @@ OF_UPDATES = {
     "entropy": "Entropy, nats per token",
     "grad_norm": "Norm of the gradient before clipping",
     "clip_share": "Share of tokens with a clipped ratio",
+    "router_load_max": "Tokens of the busiest expert over the mean",
+    "router_entropy": "Entropy of the router, nats per token",
 }
 """Field of a metrics row -> title of its figure."""
 

@@ -75,7 +75,7 @@ def cheaper(tokens: Mapping[Way, float]) -> Way:
 def _tokens(config: Config, groups: Sequence[Group], packed: BatchPlan) -> dict[Way, float]:
     """Returns what each way costs a device, in tokens without gradients."""
     a, mesh, blocks = config.algorithm, config.trainer.mesh, Blocks(config.tree_block)
-    devices = mesh.data * mesh.fsdp
+    devices = mesh.row_parts
     passes = int(a.proximal_form == "recompute" or a.critic.kind != "none")
     passes += int(a.has_reference) + int(a.teacher is not None)
     sequences = [[Sampled.of(p) for one in group.trajectories for p in paths_of(one)] for group in groups]

@@ -14,11 +14,20 @@ from areal_jax.algorithms.logprobs import PackedTokens, TokenStats, packed_stats
 from areal_jax.algorithms.shapes import check_batch
 from areal_jax.models.attention import Attention
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.experts import RouterSums
+from areal_jax.models.kernels import expert_products
 from areal_jax.models.kernels.packed_attention import choose, on_mesh
 from areal_jax.models.model import Model, Params
 from areal_jax.models.products import gathered
 from areal_jax.models.transformer import Execution, Remat
-from areal_jax.parallel.mesh import ROWS, absent_device, param_shardings, platform_of, rows_over
+from areal_jax.parallel.mesh import (
+    absent_device,
+    param_shardings,
+    platform_of,
+    row_axes,
+    row_parts,
+    rows_over,
+)
 from areal_jax.types import ArealError, Batch, PreparedBatch
 
 
@@ -56,7 +65,9 @@ class Forward:
         self.attention = choose(platform_of(mesh), *sizes, absent=absent_device(mesh))
         """The attention path, and the reasons against each kernel that was preferred to it."""
         self.model, self.mesh, self.chunk = model, mesh, chunk
-        self.execution = Execution(remat, rows_over(mesh), mesh)
+        self.products, kernel = expert_products.choose_for(c, mesh)
+        """The way of the experts' products, and the reasons against each kernel that was preferred to it."""
+        self.execution = Execution(remat, rows_over(mesh), mesh, kernel)
         self.has_entropy_gradient = has_entropy_gradient
         self.kernel = on_mesh(self.attention, mesh, c.kv_heads)
         """The attention kernel, the first that passed its self-test on this device; None: plain JAX code."""
@@ -68,9 +79,23 @@ class Forward:
 
     def hidden(self, params: Params, micro: Batch | PreparedBatch) -> Float[Array, "R T D"]:
         """Returns the model's hidden state at each token of packed rows, after the last norm."""
+        return self._hidden(params, micro, None)[0]
+
+    def routed(
+        self, params: Params, micro: Batch | PreparedBatch
+    ) -> tuple[Float[Array, "R T D"], RouterSums | None]:
+        """Returns the result of `hidden`, and what the routers did (None without a mixture of experts)."""
+        return self._hidden(params, micro, self.no_routes())
+
+    def no_routes(self) -> RouterSums | None:
+        """Returns the sums of no token (None without a mixture of experts)."""
+        c = self.model.config
+        return RouterSums.zeros(c.layers, c.experts, c.accumulate) if c.experts else None
+
+    def _hidden(self, params: Params, micro: Batch | PreparedBatch, cache: Any) -> tuple[Array, Any]:
         check_batch(micro)
         attend = self.model.packed_attention(micro, self.kernel, self.mesh)
-        return self.attended(params, micro.tokens, micro.positions, attend, None)[0]
+        return self.attended(params, micro.tokens, micro.positions, attend, cache)
 
     def attended(
         self,
@@ -89,7 +114,7 @@ class Forward:
         `hidden`: the hidden state at each token. Each device computes its own rows.
         """
         mesh, model = self.mesh, self.model
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        shards, rows = row_parts(mesh), row_axes(mesh)
         split = self._head_axis()
 
         def head_of_gathered(weight: Array, hidden: Array) -> Array:
@@ -117,9 +142,9 @@ class Forward:
             of_rows = jax.shard_map(
                 of_rows,
                 mesh=mesh,
-                in_specs=(PartitionSpec(*by_axis), ROWS, ROWS),
-                out_specs=ROWS,
-                axis_names=set(ROWS[0]),
+                in_specs=(PartitionSpec(*by_axis), rows, rows),
+                out_specs=rows,
+                axis_names=set(rows[0]),
                 check_vma=False,
             )
         return of_rows(model.head_weight(params), hidden, asked)

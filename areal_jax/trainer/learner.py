@@ -24,7 +24,15 @@ from areal_jax.algorithms.shapes import B, map_batch
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model, Params
 from areal_jax.models.transformer import Remat
-from areal_jax.parallel.mesh import one_device, own_rows, param_shardings, platform_of, replicated, rows_over
+from areal_jax.parallel.mesh import (
+    one_device,
+    own_rows,
+    param_shardings,
+    platform_of,
+    replicated,
+    row_parts,
+    rows_over,
+)
 from areal_jax.trainer.compiled import Compiled, Forecast, bytes_on_one_device
 from areal_jax.trainer.critic import Critic
 from areal_jax.trainer.forward import Forward
@@ -100,7 +108,7 @@ class Learner:
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.rows, self.length, self.teacher = rows, length, teacher
         self.mesh = mesh or one_device()
-        self._shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        self._shards = row_parts(self.mesh)
         # Each number of micro-batches in one program is compiled: on a CPU in seconds, on others in minutes.
         self._joins_micro_batches = self.mesh.size == 1 and platform_of(self.mesh) == "cpu"
         self._require_consistent()
@@ -143,7 +151,7 @@ class Learner:
     def _require_consistent(self) -> None:
         if self.rows % self._shards:
             raise ArealError(
-                f"trainer.rows={self.rows} does not divide evenly over the mesh's data x fsdp = "
+                f"trainer.rows={self.rows} does not divide evenly over the mesh's data x fsdp x expert = "
                 f"{self._shards} shards; set trainer.rows to a multiple of {self._shards}"
             )
         teacher = self.algorithm.teacher

@@ -25,6 +25,7 @@ from areal_jax.algorithms.proximal import mixed_logp, proximal_mix
 from areal_jax.algorithms.reduction import reduction_weights
 from areal_jax.algorithms.shapes import check_batch, check_result, empty_batch
 from areal_jax.config.sections import AlgorithmConfig
+from areal_jax.models.experts import RouterSums
 from areal_jax.models.model import Model, Params
 from areal_jax.trainer.critic import Critic, at_end, before, value_loss
 from areal_jax.trainer.forward import Forward, asked_tokens
@@ -173,8 +174,10 @@ class Objective:
         """
 
         def value(trained: tuple[Params, Params | None]) -> tuple[Array, Sums]:
-            outputs = self.outputs(self.trainable.whole(trained[0], params), trained[1], micro)
-            return self.loss(*outputs, micro, control)
+            whole = self.trainable.whole(trained[0], params)
+            stats, values_after, routers = self._outputs(whole, trained[1], micro)
+            total, sums = self.loss(stats, values_after, micro, control)
+            return total, sums | self._of_routers(routers)
 
         return jax.grad(value, has_aux=True)((self.trainable.of(params), critic))
 
@@ -185,12 +188,18 @@ class Objective:
 
         The values are None if `critic` is.
         """
-        hidden = self.forward.hidden(params, micro)
+        return self._outputs(params, critic, micro)[:2]
+
+    def _outputs(
+        self, params: Params, critic: Params | None, micro: Batch | PreparedBatch
+    ) -> tuple[TokenStats, Float[Array, "R T"] | None, RouterSums | None]:
+        """Returns the results of `outputs`, and what the routers did with all of the micro-batch's tokens."""
+        hidden, routers = self.forward.routed(params, micro)
         stats = self.forward.stats(params, hidden, asked_tokens(micro))
         if critic is None or self.critic is None:
-            return stats, None
+            return stats, None, routers
         of_trunk = lambda forward, trunk: forward.hidden(trunk, micro)  # noqa: E731
-        return stats, self.critic.values(critic, params, self.forward, hidden, of_trunk)
+        return stats, self.critic.values(critic, params, self.forward, hidden, of_trunk), routers
 
     def loss(
         self,
@@ -243,13 +252,17 @@ class Objective:
             metrics |= {"values": value_sums(of_critic, is_clipped, micro.values, micro.returns, mask)}
         return objective, metrics
 
+    def _of_routers(self, routers: RouterSums | None) -> Sums:
+        return {} if routers is None else {"routers": routers}
+
     def no_metrics(self, rows: int, length: int) -> Sums:
         """Returns zero metric sums, named by tracing the loss on a micro-batch of `rows` x `length`."""
 
         def trace() -> Sums:
             token = jnp.zeros((rows, length))
             value = None if self.critic is None else token
-            return self.loss(TokenStats(token, token, token), value, empty_batch(rows, length))[1]
+            sums = self.loss(TokenStats(token, token, token), value, empty_batch(rows, length))[1]
+            return sums | self._of_routers(self.forward.no_routes())
 
         sums = jax.eval_shape(trace)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)

@@ -12,13 +12,14 @@ from jaxtyping import Array, Bool, Float
 
 from areal_jax.algorithms import masked
 from areal_jax.algorithms.logprobs import TokenStats
+from areal_jax.models.experts import RouterSums
 from areal_jax.trainer.effective_size import WeightSums, effective_sizes
 from areal_jax.trainer.gaps import Gaps, gap_figures, gap_sums
 from areal_jax.types import PreparedBatch
 
 Sums = dict[str, Any]
-"""Metric name -> scalar sum; except `gaps`, a Gaps, the effective sizes, each a WeightSums, and with a critic
-`values`, a ValueSums.
+"""Metric name -> scalar sum; except `gaps`, a Gaps, the effective sizes, each a WeightSums, with a critic
+`values`, a ValueSums, and with a mixture of experts `routers`, a RouterSums.
 """
 
 OF_MINIBATCHES = ("loss", "grad_norm", "critic_grad_norm", "kl_coef")
@@ -76,12 +77,12 @@ def value_sums(
 
 
 def add_metrics(left: Sums, right: Sums) -> Sums:
-    """Returns the metric sums over the tokens of `left` and `right` together."""
+    """Returns the metric sums over the tokens of `left` and `right` together; `right` may lack routers'."""
 
     def added(one: Any, other: Any) -> Any:
         return one.joined(other) if isinstance(one, Gaps | WeightSums) else jax.tree.map(jnp.add, one, other)
 
-    return {name: added(value, right[name]) for name, value in left.items()}
+    return {name: added(value, right[name]) if name in right else value for name, value in left.items()}
 
 
 def to_floats(minibatches: Sequence[Sums]) -> dict[str, float]:
@@ -94,6 +95,8 @@ def to_floats(minibatches: Sequence[Sums]) -> dict[str, float]:
             out |= gap_figures(reduce(Gaps.joined, values))
         elif isinstance(first, WeightSums):
             out[name] = reduce(WeightSums.joined, values).share()
+        elif isinstance(first, RouterSums):
+            out |= jax.tree.map(lambda *parts: sum(parts), *values).figures()
         elif isinstance(first, ValueSums):
             out |= _value_figures(ValueSums(*map(float, map(sum, zip(*values, strict=True)))), tokens)
         elif name in OF_MINIBATCHES:

@@ -2,9 +2,9 @@
 
 Each minibatch has a tree of its own, since each has an optimiser step of its own. The batch has one sequence
 per row and lies whole on every device: a walk reads tokens of any row, and a loss the whole sequence. Each
-device of the mesh's data and fsdp axes takes one walk, a part of the tree's leaves. All walks make the same
-calls, so no device waits for a collective that another one never starts. Shapes: B sequences of at most T
-tokens.
+device of the mesh's data, fsdp and expert axes takes one walk, a part of the tree's leaves. All walks make
+the same calls, so no device waits for a collective that another one never starts. Shapes: B sequences of at
+most T tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from areal_jax.algorithms.shapes import map_batch
 from areal_jax.models.model import Params
-from areal_jax.parallel.mesh import ROWS, replicated, rows_over
+from areal_jax.parallel.mesh import replicated, row_axes, row_parts, rows_over
 from areal_jax.trainer.compiled import Forecast, Program, bytes_on_one_device
 from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.learner_programs import LearnerPrograms
@@ -84,7 +84,7 @@ class TreeUpdate:
     ) -> None:
         self._objective, self._programs, self._mesh = objective, programs, mesh
         self._length, self._blocks = length, blocks
-        self._walks = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._walks = row_parts(mesh)
         passes = self._passes(objective)
         self._policy = self._pushes("push", passes)
         slopes = self._by_walk(jax.eval_shape(passes.no_slopes))
@@ -109,7 +109,7 @@ class TreeUpdate:
 
         The walks are an array's first axis; in keys and values, of five axes, the layers come before it.
         """
-        axes = lambda leaf: PartitionSpec(*(None,) * (leaf.ndim == 5), *ROWS)  # noqa: E731
+        axes = lambda leaf: PartitionSpec(*(None,) * (leaf.ndim == 5), *row_axes(self._mesh))  # noqa: E731
         return jax.tree.map(lambda leaf: NamedSharding(self._mesh, axes(leaf)), tree)
 
     def pushes_of(self, name: str, forward: Forward) -> Pushes:

@@ -7,7 +7,7 @@ one direction, to the mesh or the shardings of the executor that receives, and o
 |---|---|---|
 | Weights | a model's parameters | its shards of them |
 | Broadcast | arrays that each device needs whole, such as those per sequence | all of them |
-| Scatter | rows of work, such as a micro-batch's tokens | its rows, split over data and fsdp |
+| Scatter | rows of work, such as a micro-batch's tokens | its rows, split over data, fsdp and expert |
 | Gather | rows of results, such as log-probs | its rows, on the mesh that asked for them |
 
 All move from device to device. `jax.device_put` does so only if each part on the receiving mesh is a part on
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, Sharding
 
-from areal_jax.parallel.mesh import replicated, rows_over
+from areal_jax.parallel.mesh import replicated, row_parts, rows_over
 from areal_jax.types import ArealError
 from areal_jax.weights.transfer.pieces import assemble, own_pieces
 
@@ -51,7 +51,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Carries rows of work to the mesh `to`: it splits the first axis over the axes data and fsdp."""
+    """Carries rows of work to the mesh `to`: it splits the first axis over the axes data, fsdp and expert."""
 
     to: Mesh
 
@@ -82,11 +82,11 @@ class Gather:
 
 
 def _moved_rows(rows: jax.Array, to: Mesh) -> jax.Array:
-    shards = to.shape["data"] * to.shape["fsdp"]
+    shards = row_parts(to)
     if rows.shape[0] % shards:
         raise ArealError(
-            f"{rows.shape[0]} rows do not divide evenly over the data x fsdp = {shards} shards of the mesh "
-            f"{dict(to.shape)}; set trainer.rows to a multiple of {shards}, or make the mesh smaller"
+            f"{rows.shape[0]} rows do not divide evenly over the data x fsdp x expert = {shards} shards of "
+            f"the mesh {dict(to.shape)}; set trainer.rows to a multiple of {shards}, or make the mesh smaller"
         )
     return _moved(rows, rows_over(to))
 

@@ -55,12 +55,16 @@ def mlp(p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     return (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"]
 
 
+def probabilities(p: dict[str, Any], x: np.ndarray) -> np.ndarray:
+    """(n, E): the router's probability of each expert."""
+    scores = np.exp(x @ p["router"])
+    return scores / scores.sum(-1, keepdims=True)
+
+
 def mixture(c: ModelConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     """Each token's experts, one after the other; a shared expert times the sigmoid of its gate."""
     out = np.zeros_like(x)
-    for t, token in enumerate(x):
-        scores = np.exp(token @ p["router"])
-        scores /= scores.sum()
+    for t, (token, scores) in enumerate(zip(x, probabilities(p, x), strict=True)):
         best = sorted(range(c.experts), key=lambda e: -scores[e])[: c.experts_per_token]
         total = scores[best].sum() if c.has_unit_weights else 1.0
         for e in best:
@@ -71,14 +75,21 @@ def mixture(c: ModelConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     return out
 
 
-def hidden(c: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """(n, D) after the last norm, of one sequence that begins at position 0."""
+def hidden(
+    c: ModelConfig, params: dict[str, Any], tokens: np.ndarray, routed: list[np.ndarray] | None = None
+) -> np.ndarray:
+    """(n, D) after the last norm, of one sequence that begins at position 0.
+
+    `routed` gets each layer's (n, E) of the router's probabilities.
+    """
     wide = {name: _float64(value) for name, value in params.items()}
     x = wide["embedding"][tokens]
     for layer in range(c.layers):
         p = {name: _layer(value, layer) for name, value in wide["blocks"].items()}
         x = x + attention(c, p["attention"], norm(x, p["attention_norm"], c.norm_eps))
         normed = norm(x, p["mlp_norm"], c.norm_eps)
+        if routed is not None:
+            routed.append(probabilities(p["mlp"], normed))
         x = x + (mixture(c, p["mlp"], normed) if c.experts else mlp(p["mlp"], normed))
     return norm(x, wide["norm"], c.norm_eps)
 

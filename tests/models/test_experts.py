@@ -12,7 +12,17 @@ import pytest
 
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import ModelConfig
-from areal_jax.models.experts import BLOCK, FEWEST, Arithmetic, Blocks, Rows, block_size, product, routes
+from areal_jax.models.experts import (
+    BLOCK,
+    FEWEST,
+    Arithmetic,
+    Blocks,
+    RouterSums,
+    Rows,
+    block_size,
+    product,
+    routes,
+)
 from areal_jax.models.model import Model
 from areal_jax.models.transformer import Execution
 from areal_jax.parallel.mesh import make_mesh, param_shardings, rows_over
@@ -20,6 +30,7 @@ from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.forward import Forward
 from areal_jax.types import ArealError
 from tests.algorithms.batches import positions_of, segments_of
+from tests.models import reference
 
 pytestmark = pytest.mark.few_optimizations
 
@@ -28,6 +39,9 @@ SIZES = dict(
     vocab_size=13, layers=2, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=8, experts=8,
     experts_per_token=3, expert_width=4, shared_width=6,
 )  # fmt: skip
+
+SEGMENTS = segments_of(((5, 4), (9, 2), (3, 3), (11,)), 12)
+IDS = RNG.integers(0, 13, SEGMENTS.shape).astype(np.int32)
 
 
 # --- routes -------------------------------------------------------------------------------------------------
@@ -119,6 +133,51 @@ def test_a_block_has_about_as_many_rows_as_an_expert(rows: int, experts: int, si
     assert block_size(rows, experts) == size
 
 
+# --- what routers did ---------------------------------------------------------------------------------------
+
+
+def test_router_sums_are_over_tokens_that_are_not_padding():
+    """By layer, against the float64 reference; the hidden states are those without sums, bit for bit."""
+    model = Model(ModelConfig(**SIZES, dtype="float32"), CharTokenizer("abcdefghijk"))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), model.abstract_params)
+
+    @jax.jit
+    def of(params: Any, sums: Any) -> Any:
+        attend = PackedAttention(jnp.asarray(SEGMENTS))
+        return model.hidden(params, IDS, positions_of(SEGMENTS), attend, sums)
+
+    found, sums = of(params, RouterSums.zeros(2, 8, "float32"))
+    np.testing.assert_array_equal(*(np.asarray(x)[SEGMENTS > 0] for x in (found, of(params, None)[0])))
+    routed: list[list[np.ndarray]] = []
+    for row, number in np.argwhere(SEGMENTS * (np.diff(SEGMENTS, prepend=0) != 0)):
+        routed.append([])
+        reference.hidden(model.config, params, IDS[row][SEGMENTS[row] == SEGMENTS[row, number]], routed[-1])
+    of_layers = [np.concatenate(each) for each in zip(*routed, strict=True)]
+    assert len(of_layers[0]) == (SEGMENTS > 0).sum()
+    for layer, each in enumerate(of_layers):
+        chosen = np.argsort(-each, axis=1)[:, :3]
+        np.testing.assert_array_equal(sums.tokens[layer], np.bincount(chosen.ravel(), minlength=8))
+        np.testing.assert_allclose(sums.probabilities[layer], each.sum(0), rtol=1e-4)
+        np.testing.assert_allclose(sums.entropy[layer], -(each * np.log(each)).sum(), rtol=1e-4)
+
+
+def test_figures_of_routers():
+    """2 layers, 3 experts, 4 tokens with 2 experts each: the busiest has 4 of 8 and 3 of 8 rows."""
+    sums = RouterSums(
+        np.array([[4, 3, 1], [2, 3, 3]]), np.array([[2.0, 1.5, 0.5], [1.0, 1.5, 1.5]]), np.array([3.0, 4.0])
+    )
+    assert sums.figures() == {
+        "router_load_max": pytest.approx((4 + 3) / 2 / (8 / 3)),
+        "router_load_min": pytest.approx((1 + 2) / 2 / (8 / 3)),
+        "router_entropy": pytest.approx(7 / 8),
+        "router_balance_loss": pytest.approx(3 * (6 * 3.0 + 6 * 3.0 + 4 * 2.0) / 64),
+    }
+    even = RouterSums(np.full((2, 4), 6.0), np.full((2, 4), 3.0), np.zeros(2))
+    assert even.figures()["router_balance_loss"] == pytest.approx(2)  # experts a token
+    assert RouterSums.zeros(2, 3, "float32").figures() == {}
+
+
 # --- gradients ----------------------------------------------------------------------------------------------
 
 
@@ -157,8 +216,6 @@ def test_gradients_are_the_slopes_of_routers_experts_and_the_shared_mlp():
 # --- on several devices -------------------------------------------------------------------------------------
 
 MESHES = [{"expert": 2}, {"expert": 4}, *({axis: 2, "expert": 2} for axis in ("fsdp", "tensor", "data"))]
-SEGMENTS = segments_of(((5, 4), (9, 2), (3, 3), (11,)), 12)
-IDS = RNG.integers(0, 13, SEGMENTS.shape).astype(np.int32)
 
 
 def hidden_and_gradient(dtype: str, mesh: dict[str, int] | None) -> Any:

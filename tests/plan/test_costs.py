@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.device_layout import laid_out
+from areal_jax.models.model import Model
 from areal_jax.plan.bounds import products, seconds
 from areal_jax.plan.costs import Assumed, Collective, Costs, Moved, Traffic, costs_of, group_size, written
 from areal_jax.plan.hlo import arrays_of, parse
 from areal_jax.plan.targets import TARGETS
+from areal_jax.tasks.tokenizers import CharTokenizer
 
 
 def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
@@ -288,6 +293,53 @@ def test_the_paged_kernel_reads_the_scales_of_int8_pages():
     )
     costs = costs_of(module, Assumed(keys=100, context=100))
     assert costs.bytes == 2 * 3 * 100 * 2 * (16 + 4) + 2 * (3 * 2 * 4 * 16 * 2)
+
+
+def test_the_kernels_of_experts_multiply_the_rows_of_the_devices_own_experts():
+    """Of 512 rows a quarter; half of its 8 experts have a row. Gradients of all of them are written."""
+    products = module_of(
+        "%x = bf16[512,32]{1,0} parameter(0)",
+        "%w = bf16[8,32,16]{2,1,0} parameter(1)",
+        "%expert = s32[12]{0} parameter(2)",
+        "ROOT %y = f32[512,16]{1,0} custom-call(%x, %w, %expert),"
+        ' custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "expert_products"}',
+    )
+    gradients = module_of(
+        "%x = bf16[512,32]{1,0} parameter(0)",
+        "%slope = bf16[512,16]{1,0} parameter(1)",
+        "ROOT %y = f32[8,32,16]{2,1,0} custom-call(%x, %slope),"
+        ' custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "expert_gradients"}',
+    )
+    assumed = Assumed(expert_rows=0.25, experts_read=0.5)
+    forward, backward = (costs_of(module, assumed) for module in (products, gradients))
+    assert forward.flops == backward.flops == {"bf16": 2 * 128 * 32 * 16}
+    assert forward.bytes == 128 * 32 * 2 + 4 * 32 * 16 * 2 + 12 * 4 + 128 * 16 * 4
+    assert backward.bytes == 128 * (32 + 16) * 2 + 8 * 32 * 16 * 4
+
+
+def test_a_decode_step_reads_the_matrices_of_no_more_experts_than_its_rows_have():
+    """8 tokens with 2 of 128 experts each: at most 16 experts' matrices a layer, in the layout of hosts."""
+    sizes = dict(vocab_size=16, layers=2, width=32, heads=2, kv_heads=1, head_dim=16, mlp_width=32)
+    mixture = dict(experts=128, experts_per_token=2, expert_width=24)
+    model = Model(ModelConfig(**sizes, **mixture), CharTokenizer("abcdefghijklmn"))
+    cache = jax.eval_shape(lambda: model.kv_pages(8, 16, "float32"))
+
+    def step(params: Any, ids: Any, cache: Any) -> Any:
+        attend = model.paged_attention(jnp.arange(1, 9)[:, None], ids * 0, ids >= 0)
+        return model.hidden(params, ids, ids * 0, attend, cache)
+
+    ids = jax.ShapeDtypeStruct((8, 1), jnp.int32)
+    params = jax.eval_shape(partial(laid_out, model, layout="split", platform="cpu"), model.abstract_params)
+    costs = costs_of(
+        compiled(step, params, ids, cache, donate_argnums=2), Assumed(trips={"expert_blocks": 16})
+    )
+    read = [
+        moved.bytes * times
+        for traffic, times in costs.largest_traffic(1.0)
+        for moved in traffic.reads
+        if "[128," in moved.array
+    ]
+    assert sum(read) == 2 * 3 * 16 * (4 * 32 * 24)
 
 
 def test_bytes_to_the_hosts_memory_are_counted_apart():

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from areal_jax.config.presets import preset_settings
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model
-from areal_jax.parallel.mesh import ROWS, make_mesh, own_rows
+from areal_jax.parallel.mesh import make_mesh, own_rows, row_axes
 from areal_jax.trainer.checkpoint import Checkpointer, restore
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
@@ -173,7 +173,7 @@ def test_no_device_computes_another_ones_rows(trained: MakeTrained):
     made = trained(PLAIN, {"data": 2})
     mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 1}, jax.devices(), "the trainer")
     of = Learner(made.learner.model, made.learner.algorithm, optax.sgd(1.0), rows=4, length=LENGTH, mesh=mesh)
-    by_row, whole = (NamedSharding(mesh, spec) for spec in (ROWS, PartitionSpec()))
+    by_row, whole = (NamedSharding(mesh, spec) for spec in (row_axes(mesh), PartitionSpec()))
     prepared = made.learner.prepare(made.state, pack(groups_of(), 2, LENGTH))
 
     def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -197,7 +197,9 @@ def test_no_device_computes_another_ones_rows(trained: MakeTrained):
 def test_what_does_not_divide_is_named(learner: MakeLearner):
     of = learner(mesh={"data": 2})
     np.testing.assert_array_equal(of.own_rows(8), np.arange(8))
-    with pytest.raises(ArealError, match=r"trainer\.rows=3 does not divide .* data x fsdp = 2 .* multiple"):
+    with pytest.raises(
+        ArealError, match=r"trainer\.rows=3 does not divide .* x fsdp x expert = 2 .* multiple"
+    ):
         Learner(of.model, of.algorithm, of.optimizer, rows=3, length=LENGTH, mesh=of.mesh)
 
 

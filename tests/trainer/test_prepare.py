@@ -144,7 +144,9 @@ def test_batches_and_meshes_that_do_not_fit_are_refused(params: Any, learner: Ma
     odd = Batch(*(x[:-1] if x is not None and x.ndim > 1 else x for x in batch))
     with pytest.raises(ArealError, match="a multiple of 2 rows"):
         plain.prepare(state, odd)
-    with pytest.raises(ArealError, match=r"trainer.rows=3 .* data x fsdp = 2 shards; set .* multiple of 2"):
+    with pytest.raises(
+        ArealError, match=r"trainer.rows=3 .* x fsdp x expert = 2 shards; set .* multiple of 2"
+    ):
         learner(rows=3, mesh={"data": 2})
     with pytest.raises(ArealError, match=r"data=3 x fsdp=2 needs 6 devices, but only 4 are there"):
         learner(mesh={"data": 3, "fsdp": 2})

@@ -7,13 +7,20 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+from areal_jax.config.presets import preset_settings
+from areal_jax.config.sections import AlgorithmConfig
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.model import Model
+from areal_jax.tasks.tokenizers import CharTokenizer
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import Batch
 from areal_jax.weights.digest import digest
+from tests.models import reference
 from tests.trainer.conftest import (
     LENGTH,
     VOCAB,
@@ -21,6 +28,7 @@ from tests.trainer.conftest import (
     distance,
     make_groups,
     poisoned,
+    random_params,
     same_bits,
 )
 
@@ -228,3 +236,33 @@ def test_no_array_of_all_tokens_by_vocabulary_exists(params: Any, learner: MakeL
         assert (8, VOCAB) in logits
         assert max(int(np.prod(shape)) for shape in logits) < 32 * VOCAB
         assert all(int(np.prod(shape)) != 32 * VOCAB for shape in shapes)
+
+
+@pytest.mark.slow
+def test_routers_are_counted_over_all_tokens_of_the_batch():
+    """Each once, whatever the micro-batches and minibatches; without a gradient for a balanced load."""
+    sizes = dict(layers=2, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=8)
+    experts = dict(experts=6, experts_per_token=2, expert_width=4)
+    config = ModelConfig(vocab_size=VOCAB, **sizes, **experts)
+    model = Model(config, CharTokenizer("".join(map(chr, range(97, 132)))))
+    params = random_params(model, 0)
+    settings = {"preset": "grpo", "kl": {"coef": 0.0}, "group_size": 4, "minibatches": 2}
+    algorithm = AlgorithmConfig.model_validate(preset_settings(settings))
+    of = Learner(model, algorithm, optax.sgd(0.0), rows=2, length=LENGTH, logp_chunk=8, remat="none")
+    groups = make_groups()
+    packed = pack(groups, 2, LENGTH, 2, "repeated")
+    _, metrics = trained(of, params, packed)
+    tokens = [one.tokens for group in groups for one in group.trajectories]
+    routed: list[list[np.ndarray]] = [[] for _ in tokens]
+    for ids, into in zip(tokens, routed, strict=True):
+        reference.hidden(config, params, ids, into)
+    layers = [np.concatenate(each) for each in zip(*routed, strict=True)]
+    load = [np.bincount(np.argsort(-each, axis=1)[:, :2].ravel(), minlength=6) for each in layers]
+    mean = sum(map(len, tokens)) / 3
+    assert metrics["router_load_max"] == pytest.approx(np.mean([each.max() for each in load]) / mean)
+    assert metrics["router_load_min"] == pytest.approx(np.mean([each.min() for each in load]) / mean)
+    every = np.concatenate(layers)
+    entropy = -(every * np.log(every)).sum() / len(every)
+    assert metrics["router_entropy"] == pytest.approx(entropy, rel=1e-4)
+    of_expert = sum(load) @ every.sum(0) / len(every) ** 2
+    assert metrics["router_balance_loss"] == pytest.approx(6 * of_expert, rel=1e-4)

@@ -98,7 +98,7 @@ def test_scatter_and_gather_move_rows_to_a_mesh_and_back(sizes):
 def test_rows_that_do_not_divide_or_come_from_another_mesh_are_refused():
     one, two = trainer_mesh(), trainer_mesh(2, data=2)
     rows = jax.device_put(numbers(3, 2), replicated(one))
-    with pytest.raises(ArealError, match=r"3 rows do not divide evenly over the data x fsdp = 2 shards"):
+    with pytest.raises(ArealError, match=r"3 rows do not divide evenly over the data x fsdp x expert = 2"):
         Scatter(two)(rows)
     with pytest.raises(ArealError, match=r"are not results of the mesh .*'data': 2"):
         Gather(two, one)(rows)

@@ -18,6 +18,7 @@ from areal_jax.lab.bench.gpu.timed_stages import gpu
 from areal_jax.lab.bench.hosting import serve, swap
 from areal_jax.lab.bench.loop import loop
 from areal_jax.lab.bench.measure import bench_learner, compile_s, full_batch, matrix_peak, timed_s, updates
+from areal_jax.lab.bench.mixture import experts
 from areal_jax.lab.bench.prefix_trees import tree
 from areal_jax.lab.bench.sync import sync
 from areal_jax.models.transformer import Remat
@@ -76,6 +77,6 @@ def update(
     }
 
 
-MEASUREMENTS = (decode, prefill, sample, update, tree, loop, sync, serve, swap, costs, gpu)
+MEASUREMENTS = (decode, prefill, sample, update, experts, tree, loop, sync, serve, swap, costs, gpu)
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}

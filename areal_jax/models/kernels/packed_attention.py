@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from areal_jax.models.blockwise import blockwise_attention, segment_ends
 from areal_jax.models.kernels.trials import Trial, failure, tried_apart
-from areal_jax.parallel.mesh import ROWS
+from areal_jax.parallel.mesh import row_axes
 from areal_jax.parallel.private_jax import cudnn_attention
 
 Kernel = Callable[[Array, Array, Array, Array], Array]
@@ -329,9 +329,9 @@ def over_mesh(attend: Callable[..., Array], mesh: Mesh, kv_heads: int, ids: int 
     if mesh.size == 1:
         return attend
     heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
-    row = ROWS[0]
-    each = PartitionSpec(row, None, heads)
-    specs = (each, each, each, *[ROWS] * ids)
+    rows = row_axes(mesh)
+    each = PartitionSpec(*rows, None, heads)
+    specs = (each, each, each, *[rows] * ids)
     return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
 
 

@@ -1,4 +1,4 @@
-"""Every attention kernel compiles for the GPUs that it is meant for: Ampere, Ada and Hopper."""
+"""Every kernel compiles for the GPUs that it is meant for: Ampere, Ada and Hopper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from areal_jax.models.kernels import packed_attention, paged_attention
+from areal_jax.models.kernels import expert_products, packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.plan.costs import costs_of, written
 from areal_jax.plan.hlo import parse
@@ -58,6 +58,13 @@ def test_paged_attention(target: str, kernel: str, kv_dtype: str, monkeypatch: p
     )  # fmt: skip
     assert (choice.path, dict(choice.rejected)) == (kernel, {})
     paged_attention.choose.cache_clear()
+
+
+@pytest.mark.parametrize("target", GPUS)
+def test_expert_products(target: str):
+    """In their three forms, for the experts of Qwen3-30B-A3B."""
+    choice = expert_products.choose("gpu", 128, 2048, 768, "bfloat16", absent=device(target))
+    assert (choice.path, dict(choice.rejected)) == ("triton", {})
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
