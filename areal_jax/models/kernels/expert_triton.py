@@ -87,7 +87,7 @@ def _rows_program(
         place = expert, column[:, None], at[None]
         return total + plgpu.dot(left, _load(matrices_ref, place, is_column[:, None] & is_there).T)
 
-    steps = jnp.where(size > 0, pl.cdiv(depth, DEPTH), 0)
+    steps = jnp.where(size > 0, jnp.int32(pl.cdiv(depth, DEPTH)), jnp.int32(0))  # int32, as Triton needs
     total = lax.fori_loop(0, steps, add, jnp.zeros((rows, COLUMNS), jnp.float32))
     place = out_ref.at[first + row[:, None], column[None]]
     plgpu.store(place, total.astype(out_ref.dtype), mask=is_row[:, None] & is_column)
