@@ -29,7 +29,7 @@ from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
 from tests.tasks.test_hf_tokenizer import write
 
-SIZES = dict(layers=2, width=16, heads=2, kv_heads=1, head_dim=8, mlp_width=24)
+SIZES = dict(family="llama", layers=2, width=16, heads=2, kv_heads=1, head_dim=8, mlp_width=24)
 
 
 def make_folder(parent: Path, vocab_size: int = 272, is_empty: bool = False) -> Path:
