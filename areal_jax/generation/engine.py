@@ -193,7 +193,7 @@ class Engine(jetstream.Engine):
         kv_dtype = model.config.dtype if kv_dtype == "auto" else kv_dtype
         self.attention, kernel = choose_for(model.config, self._mesh, kv_dtype, self.page_tokens)
         """The attention path, and the reasons against each path that was preferred to it."""
-        self.products, expert_kernel = expert_products.choose_for(self._served.config, self._mesh)
+        self.products, expert_kernels = expert_products.choose_for(self._served.config, self._mesh)
         """The same of the experts' products."""
         self._kv_pages = partial(
             model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype, platform=self._platform
@@ -217,7 +217,7 @@ class Engine(jetstream.Engine):
             self.recompute_chunk,
             support_size,
             reserved_slots,
-            Execution(mesh=self._mesh, expert_kernel=expert_kernel),
+            Execution(mesh=self._mesh, expert_kernels=expert_kernels),
             kernel,
             ends_early,
         )

@@ -2,9 +2,9 @@
 
 A token has a row for each of its experts. The rows are sorted by expert, and each block of B rows is
 multiplied by the matrices of the expert that its first row belongs to. Blocks are computed in the order of
-the rows: what a block computes for rows of the next expert, the next block overwrites. So nothing is padded,
-and no array has a row for each token and expert. Shapes: n tokens, E experts, k experts a token, M = n k rows
-and B more at the end, I inputs and O outputs of a matrix.
+the rows: what a block computes for rows of the next expert, the next block overwrites. So nothing is padded.
+Shapes: n tokens, E experts, k experts a token, M = n k rows and B more at the end, I inputs and O outputs of
+a matrix.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.products import summed
@@ -26,6 +27,8 @@ BLOCK = 32
 """Most rows of a block: more of them would compute more rows of other experts."""
 FEWEST = 8
 """Fewest rows of a block, for fast products."""
+WHOLE = 32_768
+"""So many rows are computed at once by each of several devices, though it has a part of the experts."""
 
 
 class Routes(NamedTuple):
@@ -98,15 +101,17 @@ def routes(
     return Routes(experts, weights, probabilities)
 
 
-class Rows(NamedTuple):
+class Rows(struct.PyTreeNode):
     """The order of the rows: number t k + j is that of the j-th expert of token t."""
 
     order: Int[Array, " M+B"]
     """Numbers of the rows, sorted by expert. Rows without an expert come last; B times number 0 follows."""
     place: Int[Array, "n k"]
-    """Where in `order` a row is: the inverse."""
+    """Where in `order` a row is: the inverse. A row at no place from 0 to `starts[-1]` - 1 has no expert."""
     starts: Int[Array, " E+1"]
     """Place of the first row of each expert, and of the first row without an expert."""
+    block: int = struct.field(pytree_node=False)
+    """Rows of a block, B."""
 
     @classmethod
     def of(cls, experts: Int[Array, "n k"], count: int, block: int) -> Rows:
@@ -118,34 +123,48 @@ class Rows(NamedTuple):
         order = jnp.argsort(keys, stable=True)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
         starts = jnp.searchsorted(keys[order], jnp.arange(count + 1))
-        return cls(jnp.pad(order, (0, block)), place.reshape(experts.shape), starts)
+        return cls(jnp.pad(order, (0, block)), place.reshape(experts.shape), starts, block)
+
+    def window(self, first: Int[Array, ""], size: int) -> Rows:
+        """Returns the `size` rows from place `first` on; all others have no expert there."""
+        padded = jnp.pad(self.order, (0, size))
+        order = jax.lax.dynamic_slice_in_dim(padded, first, size + self.block)
+        return Rows(order, self.place - first, jnp.clip(self.starts - first, 0, size), self.block)
 
     @property
-    def block(self) -> int:
-        """Rows of a block, B."""
-        return len(self.order) - self.place.size
+    def has_expert(self) -> Bool[Array, "n k"]:
+        return (self.place >= 0) & (self.place < self.starts[-1])
 
-    def spread(self, x: Float[Array, "n D"]) -> Float[Array, "M+B D"]:
+    def spread(self, x: Float[Array, "n D"], by: Arithmetic) -> Float[Array, "M+B D"]:
         """Returns each row's token."""
-        return _spread(x, self.order, self.place)
+        return _spread(by, x, self)
 
-    def mixed(self, y: Float[Array, "M+B D"], weights: Float[Array, "n k"]) -> Float[Array, "n D"]:
+    def mixed(
+        self, y: Float[Array, "M+B D"], weights: Float[Array, "n k"], by: Arithmetic
+    ) -> Float[Array, "n D"]:
         """Returns each token's weighted sum of its rows, in the order of its experts.
 
         A row without an expert counts 0.
         """
-        return weighted(self.chosen(y), weights)
+        return _mixed(by, y, weights, self)
 
     def chosen(self, y: Float[Array, "M+B D"]) -> Float[Array, "n k D"]:
         """Returns the rows by token and expert; 0 for a row without an expert."""
-        has_expert = self.place < self.starts[-1]
-        return jnp.where(has_expert[..., None], _chosen(y, self.order, self.place), 0)
+        return jnp.where(self.has_expert[..., None], y[jnp.where(self.has_expert, self.place, 0)], 0)
 
 
 def block_size(rows: int, experts: int) -> int:
     """Returns the number of rows of a block: about as many as an expert has, from FEWEST to BLOCK."""
     mean = -(-rows // experts)
     return min(BLOCK, max(FEWEST, 1 << (mean - 1).bit_length()))
+
+
+def window_size(rows: int, parts: int) -> int:
+    """Returns of how many of `rows` rows a window is, on each of `parts` devices with as many experts.
+
+    It is more than a device has on average, so that one window is enough if the load is even.
+    """
+    return rows if parts == 1 or rows <= WHOLE else min(rows, -(-rows * 5 // (4 * parts * 8)) * 8)
 
 
 def expected_blocks(tokens: int, k: int, experts: int, own: int) -> int:
@@ -170,32 +189,127 @@ def weighted(y: Float[Array, "*n k D"], weights: Float[Array, "*n k"]) -> Float[
     return reduce(jnp.add, each)
 
 
-@jax.custom_vjp
-def _spread(x: Array, order: Array, place: Array) -> Array:
-    return x[order // place.shape[1]]
+@dataclass(frozen=True)
+class Arithmetic:
+    """How the experts' matrices are read: as operands of `dtype`; codes of `kind` are dequantised."""
+
+    dtype: str
+    kind: str = "none"
+    kernels: Callable[[], ExpertKernels] | None = None
+    """Returns what computes products of matrices that are no codes, and sums; None: JAX code does."""
+
+    def matrix(self, weights: Any, expert: Array) -> Float[Array, "I O"]:
+        """Returns an expert's matrix; `weights`: all of them, (E, I, O), or their codes and scale."""
+        one = jax.tree.map(lambda leaf: leaf[expert], weights)
+        return (one if self.kind == "none" else dequantized(**one, kind=self.kind)).astype(self.dtype)
 
 
-def _spread_backward(place: Array, slope: Array) -> tuple[Array, None, None]:
-    return reduce(jnp.add, [slope[place[:, j]] for j in range(place.shape[1])]), None, None
+class ExpertKernels(NamedTuple):
+    """Kernels for a mixture's experts on GPUs; `starts` (E + 1,) as in `Rows`."""
+
+    rows: Callable[..., Array]
+    """`rows(x (M, I), matrices (E, I, O), starts, axis, dtype)` returns each row times its expert's matrix
+    (axis 1: times the transposed matrix), in `dtype`.
+    """
+    matrices: Callable[..., Array]
+    """`matrices(x (M, I), slope (M, O), starts)` returns for each expert the sum of its rows' outer products,
+    (E, I, O) float32.
+    """
+    sums: Callable[..., Array]
+    """`sums(y (M, D), place (n, k), weights (n, k))` returns each token's weighted sum of the rows at its
+    places, (n, D) float32; a place of -1 counts 0.
+    """
 
 
-_spread.defvjp(lambda x, order, place: (_spread(x, order, place), place), _spread_backward)
-"""The gradient adds a token's k rows by reading them: a scattered sum would add in no fixed order."""
+def _sum(by: Arithmetic, y: Array, weights: Array | None, rows: Rows) -> Array:
+    """Returns each token's sum of its rows, weighted by `weights` if given."""
+    if by.kernels is not None:
+        place = jnp.where(rows.has_expert, rows.place, -1)
+        weights = jnp.ones(place.shape, jnp.float32) if weights is None else weights
+        return by.kernels().sums(y, place, weights)
+
+    def row(j: int) -> Array:
+        has_expert, place = rows.has_expert[:, j], rows.place[:, j]
+        own = jnp.where(has_expert[:, None], y[jnp.where(has_expert, place, 0)], 0)
+        return own if weights is None else own * weights[:, j, None]
+
+    return reduce(jnp.add, map(row, range(rows.place.shape[1])))
 
 
-@jax.custom_vjp
-def _chosen(y: Array, order: Array, place: Array) -> Array:
-    """Returns the rows as (n, k, D), by token and expert."""
-    return y[place]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(by: Arithmetic, x: Array, rows: Rows) -> Array:
+    return x[rows.order // rows.place.shape[1]]
 
 
-def _chosen_backward(kept: tuple[Array, Array], slope: Array) -> tuple[Array, None, None]:
-    order, place = kept
-    rows = slope.reshape(place.size, -1)[order]
-    return jnp.where((jnp.arange(len(order)) < place.size)[:, None], rows, 0), None, None
+def _spread_backward(by: Arithmetic, rows: Rows, slope: Array) -> tuple[Array, None]:
+    return _sum(by, slope, None, rows).astype(slope.dtype), None
 
 
-_chosen.defvjp(lambda y, order, place: (_chosen(y, order, place), (order, place)), _chosen_backward)
+_spread.defvjp(lambda by, x, rows: (_spread(by, x, rows), rows), _spread_backward)
+"""The gradient adds a token's rows by reading them: a scattered sum would add in no fixed order."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mixed(by: Arithmetic, y: Array, weights: Array, rows: Rows) -> Array:
+    return _sum(by, y, weights, rows)
+
+
+def _mixed_forward(by: Arithmetic, *kept: Any) -> tuple[Array, tuple]:
+    return _sum(by, *kept), kept
+
+
+def _mixed_backward(by: Arithmetic, kept: tuple, slope: Array) -> tuple[Array, Array, None]:
+    """Computed row by row, not token by token, since there may be fewer rows than tokens have experts."""
+    y, weights, rows = kept
+    is_row = (jnp.arange(len(y)) < rows.starts[-1])[:, None]
+    of_token = slope[rows.order // rows.place.shape[1]]
+    of_y = jnp.where(is_row, of_token * weights.ravel()[rows.order][:, None], 0)
+    of_row = jnp.where(is_row, of_token * y, 0).sum(1)
+    of_weights = jnp.where(rows.has_expert, of_row[jnp.where(rows.has_expert, rows.place, 0)], 0)
+    return of_y.astype(y.dtype), of_weights.astype(weights.dtype), None
+
+
+_mixed.defvjp(_mixed_forward, _mixed_backward)
+
+
+def in_windows(
+    f: Callable[..., Float[Array, "n D"]], rows: Rows, size: int, floats: Any, fixed: Any
+) -> Float[Array, "n D"]:
+    """Returns the sum of `f(window, floats, fixed)` over windows of `size` rows, as many as have an expert.
+
+    A device of several has few of all rows, but could have all of them: memory is needed for one window. The
+    first one is computed outside of the loop, because it is mostly the only one, and then nothing is added.
+    Gradients are with respect to `floats`; they compute each window again.
+    """
+    return _in_windows(f, size, rows, floats, fixed)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_windows(f: Any, size: int, rows: Rows, floats: Any, fixed: Any) -> Array:
+    return _over_windows(lambda window: f(window, floats, fixed), size, rows)
+
+
+def _over_windows(f: Callable[[Rows], Any], size: int, rows: Rows) -> Any:
+    """Returns the sum of `f(window)`, a tree of arrays, over the windows with a row that has an expert."""
+
+    def add(i: Array, total: Any) -> Any:
+        return jax.tree.map(jnp.add, total, f(rows.window(i * size, size)))
+
+    first = f(rows.window(jnp.int32(0), size))
+    with jax.named_scope("more_windows"):
+        return jax.lax.fori_loop(1, -(-rows.starts[-1] // size), add, first)
+
+
+def _in_windows_backward(f: Any, size: int, kept: tuple, slope: Array) -> tuple[None, Any, None]:
+    rows, floats, fixed = kept
+
+    def of(window: Rows) -> Any:
+        return jax.vjp(lambda floats: f(window, floats, fixed), floats)[1](slope)[0]
+
+    return None, _over_windows(of, size, rows), None
+
+
+_in_windows.defvjp(lambda f, size, *kept: (_in_windows(f, size, *kept), kept), _in_windows_backward)
 
 
 class Blocks(NamedTuple):
@@ -231,38 +345,21 @@ def in_blocks(
         return jax.lax.fori_loop(0, blocks.count, one, jnp.zeros((len(rows), *like.shape[1:]), like.dtype))
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """How `product` reads the experts' matrices: as operands of `dtype`; codes of `kind` are dequantised."""
-
-    dtype: str
-    kind: str = "none"
-    kernel: Callable[..., Array] | None = None
-    """Computes the products of matrices that are no codes (`kernels.expert_products`); None: JAX code does,
-    block by block.
-    """
-
-    def matrix(self, weights: Any, expert: Array) -> Float[Array, "I O"]:
-        """Returns an expert's matrix; `weights`: all of them, (E, I, O), or their codes and scale."""
-        one = jax.tree.map(lambda leaf: leaf[expert], weights)
-        return (one if self.kind == "none" else dequantized(**one, kind=self.kind)).astype(self.dtype)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def product(
     x: Float[Array, "M+B I"], weights: Any, starts: Int[Array, " E+1"], block: int, arithmetic: Arithmetic
 ) -> Float[Array, "M+B O"]:
     """Returns each row times the matrix of its expert, as `products.product` computes it.
 
-    `starts`: see `Rows`. Rows without an expert are undefined, and have no gradient; nor have codes.
+    `starts`: see `Rows`. Rows without an expert are undefined, also in gradients. Codes have no gradient.
     """
     return _forward(x, weights, starts, block, arithmetic)[0]
 
 
 def _forward(x: Array, weights: Any, starts: Array, block: int, by: Arithmetic) -> tuple[Array, tuple]:
     read = x.astype(by.dtype)
-    if by.kernel is not None:
-        out = by.kernel(read, weights.astype(by.dtype), starts)
+    if by.kernels is not None:
+        out = by.kernels().rows(read, weights.astype(by.dtype), starts, 0, jnp.float32)
     else:
         out = in_blocks(lambda rows, e: summed(rows, by.matrix(weights, e), 1, 0), read, starts, block)
     return out, (read, jnp.empty(0, x.dtype), weights, starts)
@@ -270,16 +367,15 @@ def _forward(x: Array, weights: Any, starts: Array, block: int, by: Arithmetic) 
 
 def _backward(block: int, by: Arithmetic, kept: tuple, slope: Array) -> tuple[Array, Any, None]:
     (x, like, weights, starts), slope = kept, slope.astype(by.dtype)
-    has_expert = jnp.arange(len(x)) < starts[-1]
-    if by.kernel is not None:
-        of_x = by.kernel(slope, weights.astype(by.dtype), starts, 1, like.dtype)
-        of_weights = by.kernel(x, slope, starts).astype(weights.dtype)
-        return jnp.where(has_expert[:, None], of_x, 0), of_weights, None
+    if by.kernels is not None:
+        of_x = by.kernels().rows(slope, weights.astype(by.dtype), starts, 1, like.dtype)
+        of_weights = by.kernels().matrices(x, slope, starts).astype(weights.dtype)
+        return of_x, of_weights, None
     of_x = in_blocks(
         lambda rows, e: summed(rows, by.matrix(weights, e), 1, 1, like.dtype), slope, starts, block
     )
     of_weights = _of_weights(x, slope, weights, starts, block) if by.kind == "none" else None
-    return jnp.where(has_expert[:, None], of_x, 0), of_weights, None
+    return of_x, of_weights, None
 
 
 def _of_weights(x: Array, slope: Array, weights: Array, starts: Array, block: int) -> Array:

@@ -19,13 +19,16 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.models.exact import TILE, is_exact
 from areal_jax.models.experts import (
     Arithmetic,
+    ExpertKernels,
     Routes,
     Rows,
     block_size,
     in_blocks,
+    in_windows,
     product,
     routes,
     weighted,
+    window_size,
 )
 from areal_jax.models.products import gathered, summed
 from areal_jax.models.projections import Projections, normal
@@ -139,20 +142,20 @@ class Mixture(Projections):
         chosen: Routes,
         attend: Attention,
         mesh: Mesh | None,
-        kernel: Callable[..., Array] | None,
+        kernels: Callable[[], ExpertKernels] | None,
     ) -> Float[Array, "B T D"]:
         """Returns the weighted sums of the experts' results for the normed tokens `x`.
 
-        `mesh`, `kernel`: as in `transformer.Execution`. Padding tokens pass through no expert. On a mesh, the
-        devices that split the experts have all of
-        their tokens for the time of the products; each computes the rows of its own experts, and they add
-        their sums. With an exact attention, no bit depends on the other tokens.
+        `mesh`, `kernels`: as in `transformer.Execution`. Padding tokens pass through no expert. On a mesh,
+        the devices that split the experts have all of their tokens for the time of the products; each
+        computes the rows of its own experts, and they add their sums. With an exact attention, no bit depends
+        on the other tokens.
         """
         experts = jnp.where(live_tokens(attend, x)[..., None], chosen.experts, -1)
         if is_exact(attend):
             return attend.rows(weighted, self._by_rows(x, experts), chosen.weights)
         if mesh is None or mesh.size == 1:
-            return self._sums(self._matrices(), 0, kernel)(x, experts, chosen.weights)
+            return self._sums(self._matrices(), 0, kernels)(x, experts, chosen.weights)
         rows = row_axes(mesh) if "data" in mesh.shape else PartitionSpec()
         # Codes and their scales would be split differently, and are split by expert alone.
         is_whole = self.config.quantize != "none"
@@ -172,7 +175,7 @@ class Mixture(Projections):
                     matrices[name] = gathered(matrices[name], spec.index("fsdp"), self.config.dtype)
             count = len(jax.tree.leaves(matrices)[0])
             first = 0 if by is None else count * jax.lax.axis_index(by)
-            total = self._sums(matrices, first, kernel)(x, experts, weights)
+            total = self._sums(matrices, first, kernels)(x, experts, weights)
             if has_parts:
                 total = jax.lax.psum_scatter(total, by, tiled=True)
             return jax.lax.psum(total, [axis for axis in (None if has_parts else by, inner) if axis])
@@ -189,26 +192,36 @@ class Mixture(Projections):
         return {name: {CODES: leaf.codes[...], SCALE: leaf.scale[...]} for name, leaf in leaves.items()}
 
     def _sums(
-        self, matrices: Any, first: Any, kernel: Callable[..., Array] | None
+        self, matrices: Any, first: Any, kernels: Callable[[], ExpertKernels] | None
     ) -> Callable[[Array, Array, Array], Float[Array, "B T D"]]:
         """Returns a function of tokens, their experts (-1: none) and weights that computes the weighted sums.
 
         They are over the experts that `matrices` are of, which have the numbers from `first` on.
         """
-        c, by = self.config, Arithmetic(self.config.dtype, self.config.quantize, kernel)
+        c, by = self.config, Arithmetic(self.config.dtype, self.config.quantize, kernels)
+        count = len(jax.tree.leaves(matrices)[0])
+        is_trained = c.quantize == "none"
+
+        def of_rows(rows: Rows, floats: Any, codes: Any) -> Array:
+            x, weights, *own = floats
+            own = own[0] if is_trained else codes
+
+            def of(name: str, x: Array) -> Array:
+                return product(x, own[name], rows.starts, rows.block, by)  # type: ignore[return-value]
+
+            each = rows.spread(x, by)
+            each = jax.nn.silu(of("expert_gate", each)) * of("expert_up", each)
+            return rows.mixed(of("expert_down", each.astype(c.activations)), weights, by)
 
         def sums(x: Array, experts: Array, weights: Array) -> Array:
             own = (experts - first).reshape(-1, c.experts_per_token)
-            order = Rows.of(own, len(jax.tree.leaves(matrices)[0]), block_size(own.size, c.experts))
-
-            def of(name: str, rows: Array) -> Array:
-                found = product(rows, matrices[name], order.starts, order.block, by)
-                return found  # type: ignore[return-value]
-
-            rows = order.spread(x.reshape(-1, c.width))
-            rows = jax.nn.silu(of("expert_gate", rows)) * of("expert_up", rows)
-            rows = of("expert_down", rows.astype(c.activations))
-            return order.mixed(rows, weights.reshape(own.shape)).reshape(x.shape)
+            rows = Rows.of(own, count, block_size(own.size, c.experts))
+            floats = (x.reshape(-1, c.width), weights.reshape(own.shape), *([matrices] if is_trained else []))
+            codes = None if is_trained else matrices
+            size = window_size(own.size, c.experts // count)
+            if size == own.size:
+                return of_rows(rows, floats, codes).reshape(x.shape)
+            return in_windows(of_rows, rows, size, floats, codes).reshape(x.shape)
 
         return sums
 
@@ -228,5 +241,5 @@ class Mixture(Projections):
             out = summed((jax.nn.silu(gate) * up).astype(c.dtype), own["expert_down"], 1, 0)
             return jax.lax.optimization_barrier(out)
 
-        found = in_blocks(mlp, order.spread(x.reshape(-1, c.width)).astype(c.dtype), order.starts, TILE)
+        found = in_blocks(mlp, order.spread(x.reshape(-1, c.width), by).astype(c.dtype), order.starts, TILE)
         return order.chosen(found).reshape(*experts.shape, c.width)

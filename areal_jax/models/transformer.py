@@ -25,7 +25,7 @@ from areal_jax.models.attention import Attention, with_routes
 from areal_jax.models.blockwise import KEPT
 from areal_jax.models.config import ModelConfig, is_router
 from areal_jax.models.exact import as_attended, is_exact, rounded, rows_of, with_matrices_in
-from areal_jax.models.experts import Routes
+from areal_jax.models.experts import ExpertKernels, Routes
 from areal_jax.models.mlp import ROUTES, GatedMLP, Mixture
 from areal_jax.models.projections import Projections, normal, ones, param
 from areal_jax.models.rope import inverse_frequencies
@@ -48,8 +48,8 @@ class Execution(NamedTuple):
     """
     mesh: Mesh | None = None
     """The parameters' mesh, on whose devices a mixture of experts is split; None: one device."""
-    expert_kernel: Callable[..., Array] | None = None
-    """Computes the experts' products (`kernels.expert_products`); None: JAX code does."""
+    expert_kernels: Callable[[], ExpertKernels] | None = None
+    """Returns what computes the experts' products (`kernels.expert_products`); None: JAX code does."""
 
 
 PLAIN = Execution()
@@ -185,7 +185,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, GatedMLP):
             return (by_rows(self.after, x, attended), cache), None
         x, normed, routes = by_rows(self.routed, x, attended, *([] if experts is None else [experts]))
-        mixed = self.mlp.mixed(normed, routes, attend, execution.mesh, execution.expert_kernel)
+        mixed = self.mlp.mixed(normed, routes, attend, execution.mesh, execution.expert_kernels)
         cache = with_routes(attend, layer, cache, routes)
         return (by_rows(self.joined, x, normed, mixed), cache), routes.experts
 

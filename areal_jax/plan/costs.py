@@ -389,15 +389,24 @@ def _custom(module: Module, computation: Computation, one: Instruction, own: Cos
 def _experts(
     module: Module, one: Instruction, operands: Sequence[Array], own: Costs, assumed: Assumed
 ) -> None:
-    """Add a kernel for the products of a mixture's experts, whose first operand are the sorted rows."""
+    """Add a kernel for a mixture's experts, whose first operand are the sorted rows.
+
+    It multiplies them by matrices or by other rows, or sums each token's.
+    """
     (rows, other), (result,) = operands[:2], one.arrays
-    share = {2: assumed.expert_rows, 3: assumed.experts_read}
-    inputs, outputs = rows.shape[1], (result if len(result.shape) == 2 else other).shape[-1]
-    own.flops[rows.dtype] += int(2 * rows.shape[0] * inputs * outputs * assumed.expert_rows)
-    reads = [Moved(str(x), x.bytes * share.get(len(x.shape), 1)) for x in operands]
+    is_sum = "sums" in (kernel_name(one) or "")
+    if not is_sum:
+        inputs, outputs = rows.shape[1], (result if len(result.shape) == 2 else other).shape[-1]
+        own.flops[rows.dtype] += int(2 * rows.shape[0] * inputs * outputs * assumed.expert_rows)
+
+    def moved(x: Array) -> Moved:
+        is_of_rows = len(x.shape) == 2 and x.shape[0] == rows.shape[0]
+        is_read_matrix = len(x.shape) == 3 and x is not result
+        share = assumed.expert_rows if is_of_rows else assumed.experts_read if is_read_matrix else 1
+        return Moved(str(x), x.bytes * share)
+
     # Of the gradients of all experts, those without a row are written too.
-    written = result.bytes * (assumed.expert_rows if len(result.shape) == 2 else 1)
-    own.traffic[_traffic(module, one, reads, [Moved(str(result), written)])] += 1
+    own.traffic[_traffic(module, one, map(moved, operands), [moved(result)])] += 1
 
 
 def kernel_name(one: Instruction) -> str | None:

@@ -24,7 +24,7 @@ from areal_jax.assembly.sources import RANDOM, Source, open_source, open_teacher
 from areal_jax.config.tree import Config
 from areal_jax.models.attention import BLOCK, KV_BLOCK
 from areal_jax.models.config import SHAPES
-from areal_jax.models.experts import expected_blocks
+from areal_jax.models.experts import expected_blocks, window_size
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import param_shardings, replicated, row_parts, rows_over, spec_of
 from areal_jax.plan.costs import Assumed
@@ -248,10 +248,11 @@ def _with_experts(assumed: Assumed, model: Model, mesh: Mesh, tokens: int) -> As
     parts = 1 if axis is None else mesh.shape[axis]
     tokens *= mesh.shape.get("expert", 1)  # a device computes those of all devices that split the experts
     blocks = expected_blocks(tokens, c.experts_per_token, c.experts, c.experts // parts)
+    rows = tokens * c.experts_per_token
     return replace(
         assumed,
-        trips={**assumed.trips, "expert_blocks": blocks},
-        expert_rows=1 / parts,
+        trips={**assumed.trips, "expert_blocks": blocks, "more_windows": 0},
+        expert_rows=rows / parts / window_size(rows, parts),
         experts_read=1 - (1 - c.experts_per_token / c.experts) ** tokens,
     )
 

@@ -65,9 +65,9 @@ class Forward:
         self.attention = choose(platform_of(mesh), *sizes, absent=absent_device(mesh))
         """The attention path, and the reasons against each kernel that was preferred to it."""
         self.model, self.mesh, self.chunk = model, mesh, chunk
-        self.products, kernel = expert_products.choose_for(c, mesh)
+        self.products, kernels = expert_products.choose_for(c, mesh)
         """The way of the experts' products, and the reasons against each kernel that was preferred to it."""
-        self.execution = Execution(remat, rows_over(mesh), mesh, kernel)
+        self.execution = Execution(remat, rows_over(mesh), mesh, kernels)
         self.has_entropy_gradient = has_entropy_gradient
         self.kernel = on_mesh(self.attention, mesh, c.kv_heads)
         """The attention kernel, the first that passed its self-test on this device; None: plain JAX code."""

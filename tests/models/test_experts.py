@@ -20,8 +20,10 @@ from areal_jax.models.experts import (
     RouterSums,
     Rows,
     block_size,
+    in_windows,
     product,
     routes,
+    window_size,
 )
 from areal_jax.models.model import Model
 from areal_jax.models.transformer import Execution
@@ -84,6 +86,9 @@ def draws(kind: str, tokens: int, count: int, k: int) -> np.ndarray:
     return found.astype(np.int32)
 
 
+BY = Arithmetic("float32")
+
+
 @pytest.mark.parametrize("kind", ["any", "skewed", "sparse"])
 @pytest.mark.parametrize(("tokens", "count", "k"), [(1, 4, 2), (7, 3, 3), (50, 40, 2), (90, 4, 1)])
 def test_products_are_each_rows_with_its_experts_matrix(kind: str, tokens: int, count: int, k: int):
@@ -98,8 +103,8 @@ def test_products_are_each_rows_with_its_experts_matrix(kind: str, tokens: int, 
     @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
     def of(x: Any, matrices: Any, weights: Any) -> Any:
         rows = Rows.of(jnp.asarray(experts), count, block_size(experts.size, count))
-        y = product(rows.spread(x), matrices, rows.starts, rows.block, Arithmetic("float32"))
-        out = rows.mixed(y, weights)
+        y = product(rows.spread(x, BY), matrices, rows.starts, rows.block, BY)
+        out = rows.mixed(y, weights, BY)
         return (out * slope).sum(), out
 
     (_, out), (of_x, of_matrices, of_weights) = of(x, matrices, weights)
@@ -115,6 +120,37 @@ def test_products_are_each_rows_with_its_experts_matrix(kind: str, tokens: int, 
         (out, want), (of_x, want_x), (of_matrices, want_matrices), (of_weights, want_weights)
     ):  # fmt: skip
         np.testing.assert_allclose(got, wanted, atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", ["any", "skewed", "sparse"])
+@pytest.mark.parametrize("size", [8, 24, 40])
+def test_windows_give_what_all_rows_at_once_do(kind: str, size: int):
+    """The value, and the gradients of tokens, weights and matrices; 60 rows, of which some have no expert."""
+    experts = draws(kind, 20, 6, 3)
+    rows = Rows.of(jnp.asarray(experts), 4, 8)  # those of experts 4 and 5 are on other devices
+    shapes = (20, 6), (20, 3), (4, 6, 5)
+    floats = tuple(jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes)
+    slope = RNG.normal(size=(20, 5)).astype(np.float32)
+
+    def of(rows: Rows, floats: Any, fixed: Any) -> Any:
+        x, weights, matrices = floats
+        y = product(rows.spread(x, BY), matrices, rows.starts, rows.block, BY)
+        return rows.mixed(jnp.tanh(y), weights, BY)
+
+    def both(f: Any) -> Any:
+        out, pull = jax.vjp(f, floats)
+        return out, pull(jnp.asarray(slope))
+
+    whole = jax.jit(lambda: both(lambda floats: of(rows, floats, None)))()
+    parts = jax.jit(lambda: both(lambda floats: in_windows(of, rows, size, floats, None)))()
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, atol=2e-5), whole, parts)
+
+
+def test_a_window_is_needed_only_for_many_rows_of_several_devices():
+    assert window_size(1_000_000, 1) == 1_000_000
+    assert window_size(4096, 8) == 4096
+    assert window_size(524_288, 8) == 81_920  # 1.25 times the 65,536 that a device has on average
+    assert window_size(40_000, 2) * 2 >= 40_000
 
 
 def test_blocks_cover_each_experts_rows_and_are_no_more_than_needed():

@@ -205,8 +205,8 @@ def test_adapter_on_its_base_is_the_merged_model_is_ours(option: str, targets: s
 
 
 def test_an_adapter_of_a_mixture_of_experts_has_the_matrices_of_attention(tmp_path: Path):
-    """The experts have no adapters, though `targets` matches the names of an MLP's matrices."""
-    config = dataclasses.replace(open_folder(GOLDEN / "qwen3-moe").config, lora=Lora(RANK, ALPHA))
+    lora = Lora(RANK, ALPHA, "q|k|v|out")
+    config = dataclasses.replace(open_folder(GOLDEN / "qwen3-moe").config, lora=lora)
     rng, sizes = np.random.default_rng(0), axis_sizes(config)
     params = abstract_of(config)
     for name, inputs, outputs in (

@@ -266,7 +266,7 @@ def test_the_updates_figures_are_drawn_where_rows_have_them():
     rows = [row(step, loss=step / 10, entropy=None, grad_norm=2.0) for step in range(20)]
     titles = re.findall("<figcaption>(.*?)</figcaption>", render(ReportData("t", "c", "y", rows=rows)))
     shown = [title for title in titles if title in curves.OF_UPDATES.values()]
-    assert shown == [title for field, title in curves.OF_UPDATES.items() if field != "entropy"]
+    assert shown == [curves.OF_UPDATES[field] for field in ("loss", "grad_norm", "clip_share")]
     figure = curves.update_curve(rows, "loss", "Loss")
     assert figure is not None and figure.alt == "Loss by step: 1.85 in the last tenth; median 0.95."
 
@@ -455,7 +455,7 @@ def test_every_figure_is_valid_xml_with_alt_text_and_the_pages_colours():
         curves.arm_curves(ARMS, "algorithm.preset"),
         *(curves.task_curve([of_tasks(0), of_tasks(1)], field, "t") for field in curves.BY_TASK),
         *(
-            curves.update_curve([row(0, loss=-0.5), row(1, loss=0.5)], field, "t")
+            curves.update_curve([row(0, **{field: 0.5}), row(1, **{field: 1.5})], field, "t")
             for field in curves.OF_UPDATES
         ),
         lanes.timeline(INTERVALS),

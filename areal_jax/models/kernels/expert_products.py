@@ -19,6 +19,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.experts import ExpertKernels
 from areal_jax.models.kernels.packed_attention import (
     BLOCKS,
     HALF_TOLERANCE,
@@ -30,28 +31,20 @@ from areal_jax.models.kernels.packed_attention import (
 from areal_jax.models.kernels.trials import Trial, failure, tried_apart
 from areal_jax.parallel.mesh import absent_device, platform_of
 
-ExpertKernel = Callable[..., Array]
-"""`kernel(left (M, I), right, starts (E + 1,), axis=0, dtype="float32")` returns, with matrices (E, I, O) as
-`right`, each row times the matrix of its expert, in `dtype` (axis 1: times the transposed matrix); with rows
-(M, O) as `right`, for each expert the sum of its rows' outer products, (E, I, O) float32.
-"""
+
+def triton() -> ExpertKernels:
+    """Returns the Triton kernels of `models.kernels.expert_triton`."""
+    from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows, weighted_sums
+
+    return ExpertKernels(rows_times_matrices, rows_times_rows, weighted_sums)
 
 
-def triton(left: Array, right: Array, starts: Array, axis: int = 0, dtype: Any = "float32") -> Array:
-    """Returns the products by the Triton kernels of `models.kernels.expert_triton`."""
-    from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows
-
-    if right.ndim == 2:
-        return rows_times_rows(left, right, starts)
-    return rows_times_matrices(left, right, starts, axis, dtype)
-
-
-KERNELS: Mapping[str, ExpertKernel] = {"triton": triton}
+KERNELS: Mapping[str, Callable[[], ExpertKernels]] = {"triton": triton}
 """The kernels, in the order in which `choose` tries them."""
 
 
-def choose_for(config: ModelConfig, mesh: Mesh) -> tuple[KernelChoice, ExpertKernel | None]:
-    """Returns the way of the experts' products of a model on this mesh, and its kernel (BLOCKS: None)."""
+def choose_for(config: ModelConfig, mesh: Mesh) -> tuple[KernelChoice, Callable[[], ExpertKernels] | None]:
+    """Returns the way of the experts' products of a model on this mesh, and its kernels (BLOCKS: None)."""
     if not config.experts:
         return _none("the model has no experts"), None
     if config.numerics == "exact":
@@ -84,32 +77,35 @@ def choose(
     if absent is None:
         return first_passing(KERNELS, lambda each: tried_apart(self_test, each, experts, inputs, outputs))
     shapes = (256, inputs), (experts, inputs, outputs), (256, outputs)
-    arguments = abstract_on(absent, *[(shape, dtype) for shape in shapes], ((experts + 1,), "int32"))
+    numbers = ((experts + 1,), "int32"), ((64, 4), "int32"), ((64, 4), "float32")
+    arguments = abstract_on(absent, *[(shape, dtype) for shape in shapes], *numbers)
     return first_passing(KERNELS, lambda each: compiled_trial(partial(_forms, each), *arguments))
 
 
-def _forms(kernel: ExpertKernel, x: Array, matrices: Array, slope: Array, starts: Array) -> list[Array]:
+def _forms(of: Callable[[], ExpertKernels], x: Array, matrices: Array, slope: Array, *rest: Array) -> Any:
     """Returns RESULTS for the rows `x` and the results' gradient `slope`."""
+    kernels, (starts, place, weights) = of(), rest
     return [
-        kernel(x, matrices, starts),
-        kernel(slope, matrices, starts, 1, x.dtype),
-        kernel(x, slope, starts),
+        kernels.rows(x, matrices, starts, 0, jnp.float32),
+        kernels.rows(slope, matrices, starts, 1, x.dtype),
+        kernels.matrices(x, slope, starts),
+        kernels.sums(x, place, weights),
     ]
 
 
-RESULTS = "output", "gradient of the rows", "gradient of the matrices"
+RESULTS = "output", "gradient of the rows", "gradient of the matrices", "sum of a token's rows"
 WATCHED = 3
 """The expert of which no bit may change."""
 
 
 def self_test(
-    kernel: ExpertKernel, experts: int, inputs: int, outputs: int, dtype: str = "bfloat16"
+    of: Callable[[], ExpertKernels], experts: int, inputs: int, outputs: int, dtype: str = "bfloat16"
 ) -> Trial:
-    """Tests a kernel on this device in its three forms, with experts that have no, one and many rows.
+    """Tests kernels on this device, with experts that have no, one and many rows.
 
     Results are compared with float32 products of each expert's rows. The rows without an expert are NaN, and
     must not be read. Changing the rows and matrices of all experts but one must not change a bit of that
-    expert's results.
+    expert's results, nor of the sums of its rows.
     """
     numbers = np.random.default_rng(0)
     sizes = numbers.integers(0, 40, experts)
@@ -125,10 +121,14 @@ def self_test(
     x[count:] = slope[count:] = np.nan
     moved = [-3 * array for array in (x, matrices, slope)]
     moved[0][own], moved[2][own], moved[1][watched] = x[own], slope[own], matrices[watched]
-    both = jax.jit(partial(_forms, kernel))
+    # Tokens with two of the watched expert's rows, one or none.
+    place = np.where(numbers.random((40, 3)) < 0.6, numbers.integers(own.start, own.stop, (40, 3)), -1)
+    weights = drawn(*place.shape)
+    both = jax.jit(partial(_forms, of))
 
     def results(given: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [np.asarray(one, np.float32) for one in both(*(jnp.asarray(a, dtype) for a in given), starts)]
+        found = both(*(jnp.asarray(each, dtype) for each in given), starts, place, weights)
+        return [np.asarray(one, np.float32) for one in found]
 
     try:
         got, again = results((x, matrices, slope)), results(moved)
@@ -140,6 +140,7 @@ def self_test(
         want[0][start:end] = x[start:end] @ matrices[expert]
         want[1][start:end] = slope[start:end] @ matrices[expert].T
         want[2][expert] = x[start:end].T @ slope[start:end]
+    want.append((np.where((place >= 0)[..., None], x[place], 0) * weights[..., None]).sum(1))
     gaps = []
     for name, one, wanted in zip(RESULTS, got, want, strict=True):
         gaps.append(float(np.abs(one[: len(wanted)] - wanted).max() / np.abs(wanted).max()))
@@ -149,7 +150,7 @@ def self_test(
                 f"tolerance {HALF_TOLERANCE:g}",
                 gaps[-1],
             )
-    places = own, own, watched
+    places = own, own, watched, slice(None)
     for name, one, other, place in zip(RESULTS, got, again, places, strict=True):
         if one[place].tobytes() != other[place].tobytes():
             return Trial(f"its {name} of one expert depends on another expert's rows or matrix", max(gaps))

@@ -1,4 +1,4 @@
-"""Triton kernels for the products of a mixture's experts, written in Pallas: forward, and of both gradients.
+"""Triton kernels for a mixture's experts, written in Pallas: their products, both gradients, tokens' sums.
 
 The rows are sorted by expert (`models.experts`). A GPU program computes a tile of the result: of some rows of
 one expert, or of one expert's matrix. It reads and writes that expert's rows alone, so nothing is padded, and
@@ -136,6 +136,49 @@ def _matrices_program(
     steps = lax.div(end - start + DEPTH - 1, DEPTH)
     total = lax.fori_loop(0, steps, add, jnp.zeros((COLUMNS, COLUMNS), jnp.float32))
     plgpu.store(out_ref.at[expert, row[:, None], column[None]], total, mask=is_row[:, None] & is_column)
+
+
+def weighted_sums(
+    y: Float[Array, "M D"],
+    place: Int[Array, "n k"],
+    weights: Float[Array, "n k"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "n D"]:
+    """Returns for each token the weighted sum of the rows of `y` at its places, added in order in float32.
+
+    A place of -1 counts 0, and reads nothing. `interpret`: as for `rows_times_matrices`.
+    """
+    tokens, width = len(place), y.shape[1]
+    return pl.pallas_call(
+        partial(_sums_program, each=place.shape[1]),
+        out_shape=jax.ShapeDtypeStruct((tokens, width), jnp.float32),
+        grid=(pl.cdiv(width, COLUMNS), pl.cdiv(tokens, LEAST_ROWS)),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        name="expert_sums",
+        interpret=interpret,
+    )(y, place.astype(jnp.int32), weights.astype(jnp.float32))
+
+
+def _sums_program(
+    y_ref: Any,  # (M, D)
+    place_ref: Any,  # (n, k)
+    weights_ref: Any,  # (n, k)
+    out_ref: Any,  # (n, D)
+    *,
+    each: int,
+) -> None:
+    """One GPU program: COLUMNS columns of LEAST_ROWS tokens."""
+    tile, block = pl.program_id(0), pl.program_id(1)
+    token, column = block * LEAST_ROWS + jnp.arange(LEAST_ROWS), tile * COLUMNS + jnp.arange(COLUMNS)
+    is_token, is_column = token < out_ref.shape[0], column < out_ref.shape[1]
+    total = jnp.zeros((LEAST_ROWS, COLUMNS), jnp.float32)
+    for number in range(each):
+        place = plgpu.load(place_ref.at[token, number], mask=is_token, other=-1)
+        weight = _load(weights_ref, (token, number), is_token)
+        row = _load(y_ref, (place[:, None], column[None]), (place >= 0)[:, None] & is_column)
+        total += row.astype(jnp.float32) * weight[:, None]
+    plgpu.store(out_ref.at[token[:, None], column[None]], total, mask=is_token[:, None] & is_column)
 
 
 def _load(ref: Any, place: tuple[Any, ...], is_read: Array) -> Array:

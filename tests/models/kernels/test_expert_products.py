@@ -1,4 +1,4 @@
-"""The kernels of a mixture's products against float64, and their self-test, which must refuse faults."""
+"""The kernels for a mixture's experts against float64, and their self-test, which must refuse faults."""
 
 from __future__ import annotations
 
@@ -11,93 +11,115 @@ import numpy as np
 import pytest
 
 from areal_jax.models.config import model_config
-from areal_jax.models.experts import Arithmetic, product
-from areal_jax.models.kernels.expert_products import choose, choose_for, self_test, triton
-from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows
+from areal_jax.models.experts import Arithmetic, ExpertKernels, product
+from areal_jax.models.kernels.expert_products import choose, choose_for, self_test
+from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows, weighted_sums
 from areal_jax.parallel.mesh import one_device
 
 pytestmark = pytest.mark.few_optimizations
 
 
-def interpreted(left: Any, right: Any, starts: Any, axis: int = 0, dtype: Any = "float32") -> Any:
-    if right.ndim == 2:
-        return rows_times_rows(left, right, starts, interpret=True)
-    return rows_times_matrices(left, right, starts, axis, dtype, interpret=True)
-
-
-def blocks(left: Any, right: Any, starts: Any, axis: int = 0, dtype: Any = "float32") -> Any:
-    """What every device runs. In a model, the rows without an expert are finite."""
-    by = Arithmetic(str(left.dtype))
-    left, right = jnp.nan_to_num(left), jnp.nan_to_num(right)
-    pad = lambda x: jnp.pad(x, ((0, 8), (0, 0)))  # noqa: E731
-    if right.ndim == 2:
-        zeros = jnp.zeros((len(starts) - 1, left.shape[1], right.shape[1]))
-        pull = jax.vjp(lambda m: product(pad(left), m, starts, 8, by), zeros)[1]
-        return pull(pad(right).astype(jnp.float32))[0]
-    matrices = right if axis == 0 else jnp.swapaxes(right, 1, 2)
-    return product(pad(left), matrices, starts, 8, by)[:-8].astype(dtype)
+def interpreted() -> ExpertKernels:
+    each = rows_times_matrices, rows_times_rows, weighted_sums
+    return ExpertKernels(*(partial(kernel, interpret=True) for kernel in each))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), pytest.param(130, 257, marks=pytest.mark.slow)])
-def test_the_kernels_are_each_experts_products(inputs: int, outputs: int):
+def test_the_kernels_are_each_experts_products_and_each_tokens_sums(inputs: int, outputs: int):
     """In the interpreter, against float64; widths that tiles do not divide."""
-    rng = np.random.default_rng(1)
-    starts = np.array([0, 0, 1, 20, 90, 90])
+    rng, of = np.random.default_rng(1), interpreted()
+    starts = jnp.array([0, 0, 1, 20, 90, 90])
     x, slope = rng.normal(size=(93, inputs)), rng.normal(size=(93, outputs))
-    matrices = rng.normal(size=(5, inputs, outputs))
+    matrices, weights = rng.normal(size=(5, inputs, outputs)), rng.normal(size=(21, 3))
+    place = np.where(rng.random((21, 3)) < 0.7, rng.integers(0, 90, (21, 3)), -1)
     x[90:] = slope[90:] = np.nan
-    given = [jnp.asarray(a, jnp.float32) for a in (x, matrices, slope)]
-    out = jax.jit(partial(interpreted))(given[0], given[1], starts)
-    of_x = jax.jit(partial(interpreted, axis=1))(given[2], given[1], starts)
-    of_matrices = jax.jit(interpreted)(given[0], given[2], starts)
+    given = [jnp.asarray(each, jnp.float32) for each in (x, matrices, slope, weights)]
+
+    @jax.jit
+    def run(x: Any, matrices: Any, slope: Any, weights: Any) -> Any:
+        return (
+            of.rows(x, matrices, starts, 0, jnp.float32),
+            of.rows(slope, matrices, starts, 1, jnp.float32),
+            of.matrices(x, slope, starts),
+            of.sums(x, jnp.asarray(place), weights),
+        )
+
+    out, of_x, of_matrices, sums = run(*given)
     for e in range(5):
         own = slice(starts[e], starts[e + 1])
-        np.testing.assert_allclose(out[own], x[own] @ matrices[e], atol=2e-5)
-        np.testing.assert_allclose(of_x[own], slope[own] @ matrices[e].T, atol=2e-5)
-        np.testing.assert_allclose(of_matrices[e], x[own].T @ slope[own], atol=2e-5)
+        np.testing.assert_allclose(out[own], x[own] @ matrices[e], atol=5e-5)
+        np.testing.assert_allclose(of_x[own], slope[own] @ matrices[e].T, atol=5e-5)
+        np.testing.assert_allclose(of_matrices[e], x[own].T @ slope[own], atol=5e-5)
+    each = np.where((place >= 0)[..., None], x[place], 0) * weights[..., None]
+    np.testing.assert_allclose(sums, each.sum(1), atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [interpreted, blocks])
-def test_what_is_right_passes(kernel: Any):
-    assert self_test(kernel, 6, 24, 40, "float32").problem is None
+def test_what_a_mixture_computes_by_the_kernels_is_what_blocks_compute():
+    """The products of sorted rows, and the gradients of rows and matrices."""
+    rng = np.random.default_rng(2)
+    starts = jnp.array([0, 3, 3, 30])
+    x, matrices = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((38, 6), (3, 6, 5)))
+    slope = jnp.asarray(rng.normal(size=(38, 5)), jnp.float32).at[30:].set(0)
+
+    def both(by: Arithmetic) -> Any:
+        out, pull = jax.vjp(lambda *floats: product(*floats, starts, 8, by), x, matrices)
+        of_x, of_matrices = pull(slope)
+        return out[:30], of_x[:30], of_matrices
+
+    blocks, kernels = (
+        jax.jit(partial(both, Arithmetic("float32", kernels=of)))() for of in (None, interpreted)
+    )
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(other, one, atol=2e-5), blocks, kernels)
 
 
-def larger(left: Any, right: Any, *rest: Any) -> Any:
-    return blocks(1.05 * left, right, *rest)
+def larger() -> ExpertKernels:
+    of = interpreted()
+    return of._replace(rows=lambda x, *rest: of.rows(1.05 * x, *rest))
 
 
-def of_all_rows(left: Any, right: Any, starts: Any, *rest: Any) -> Any:
+def of_all_rows() -> ExpertKernels:
     """Reads the first rows without an expert too."""
-    return interpreted(left, right, starts.at[-1].add(5) if right.ndim == 2 else starts, *rest)
+    of = interpreted()
+    return of._replace(matrices=lambda x, slope, starts: of.matrices(x, slope, starts.at[-1].add(5)))
 
 
-def beside(left: Any, right: Any, starts: Any, *rest: Any) -> Any:
+def beside() -> ExpertKernels:
     """Each expert's results depend a little on the matrix of the next one."""
-    if right.ndim == 3:
-        right = right + 1e-3 * jnp.roll(right, 1, axis=0)
-    return blocks(left, right, starts, *rest)
+    of = interpreted()
+    return of._replace(rows=lambda x, m, *rest: of.rows(x, m + 1e-3 * jnp.roll(m, 1, axis=0), *rest))
+
+
+def from_elsewhere() -> ExpertKernels:
+    """A place without a row counts the last one."""
+    of = interpreted()
+    return of._replace(sums=lambda y, place, weights: of.sums(y, place % 6, weights))
+
+
+def broken() -> ExpertKernels:
+    return interpreted()._replace(sums=lambda *_: 1 / 0)  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "problem"),
+    ("kernels", "problem"),
     [
+        (interpreted, None),
         (larger, "its output differs from float32 by"),
         (of_all_rows, "its gradient of the matrices differs from float32 by nan"),
         (beside, "its output of one expert depends on another expert's rows or matrix"),
-        (lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
+        (from_elsewhere, "its sum of a token's rows differs from float32 by"),
+        (broken, "ZeroDivisionError: division by zero"),
     ],
 )
-def test_faults_are_found(kernel: Any, problem: str):
-    found = self_test(kernel, 6, 24, 40, "float32").problem
-    assert found is not None and found.startswith(problem)
+def test_faults_are_found(kernels: Any, problem: str | None):
+    found = self_test(kernels, 6, 24, 40, "float32").problem
+    assert (found or "").startswith(problem or "") and (found is None) == (problem is None)
 
 
 def test_off_gpus_no_kernel_is_tried():
     assert choose("cpu", 8, 64, 32, "bfloat16").rejected == {"triton": "needs CUDA; this device is cpu"}
     assert "needs model.dtype=bfloat16" in choose("gpu", 8, 64, 32, "float32").rejected["triton"]
-    choice, kernel = choose_for(model_config("qwen3-30b-a3b", 1000, "bfloat16"), one_device())
-    assert (choice.path, kernel) == ("blocks", None)
+    choice, kernels = choose_for(model_config("qwen3-30b-a3b", 1000, "bfloat16"), one_device())
+    assert (choice.path, kernels) == ("blocks", None)
     assert choose_for(model_config("tiny", 1000, "bfloat16"), one_device())[1] is None
-    assert triton.__name__ == "triton"
