@@ -115,6 +115,23 @@ def test_twenty_steps_replay_without_a_bit_of_difference(
         check_replayed(folder, on_one_device.submit(replay, folder).result(DEADLINE_S))
 
 
+@pytest.mark.soak
+def test_a_mixture_on_several_devices_is_killed_and_resumed(tmp_path: Path):
+    """The trainer's four devices split its experts and its other parameters; a host's two its experts."""
+    require("redis-server")
+    folder, sizes = tmp_path / "run", "width: 16, heads: 2, kv_heads: 2, head_dim: 8, mlp_width: 32"
+    mixture = "experts: 8, experts_per_token: 2, expert_width: 16, has_unit_weights: true"
+    words = [str(RECIPE), f"run.dir={folder}", *SHARED, "launch.accelerator=cpu", "trainer.batch_size=8"]
+    words += [f"model.overrides={{{sizes}, {mixture}}}", "trainer.mesh={expert: 2, fsdp: 2}"]
+    kill_at(STEPS // 2, folder, 1, "launch", "local", *words, "runtime.host_tensor=2")
+    finish(folder, 1, "launch", "local", str(folder), is_changing=True)
+    assert audit_run(folder).ok and any(changed(folder))
+    rows = read_rows(folder)
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(1 <= row["router_load_max"] <= 8 for row in rows)
+    assert max(row["logp_gap_max/age_0"] for row in rows if "logp_gap_max/age_0" in row) < 1e-4
+
+
 @pytest.fixture(scope="module")
 def on_one_device() -> Iterator[ProcessPoolExecutor]:
     """Calls functions in a process of one device, which starts with the first call."""
