@@ -4,11 +4,12 @@
     python tests/peers/compare.py decode {5m,smollm2-135m} [ROUNDS] SLOTS {float32,bfloat16} [TOKENS]
 
 PEER_TORCH, PEER_TUNIX and PEER_LLAMA name the interpreters that have the peers (default of the first: this
-one; the others are left out where they are not given). All have one allocator setting. A ratio above 1 says
-that we are faster: medians of all runs of all rounds, of wall seconds, of CPU seconds and of the processes'
-peak resident bytes. skewed: 64 sequences of lognormal lengths, ours packed, Tunix's padded; PyTorch is left
-out. decode: `seconds` are of a bare step, `engine` of our whole engine's, `whole_s` of prompts of 64 tokens
-and their answers; Tunix decodes in float32 only, llama.cpp a file of F16 (PEER_GGUF).
+one; the others are left out where they are not given). All have the allocator setting of GLIBC_TUNABLES, huge
+pages by default. A ratio above 1 says that we are faster: medians of all runs of all rounds, of wall seconds,
+of CPU seconds and of the processes' peak resident bytes. skewed: 64 sequences of lognormal lengths, ours
+packed, Tunix's padded; PyTorch is left out. decode: `seconds` are of a bare step, `engine` of our whole
+engine's, `whole_s` of prompts of 64 tokens and their answers; Tunix decodes in float32 only, llama.cpp a file
+of F16 (PEER_GGUF).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main(what: str, shape: str, rounds: int, *of_decode: str) -> None:
     runs: dict[str, dict[str, list[float]]] = {name: {} for name in present}
     environment = {
         **os.environ,
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         "PYTHONPATH": str(HERE.parents[1]),
     }
     for _ in range(rounds):
