@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, UInt8
 
 PolicyVersion = int
 """0 for the initial weights, +1 per trained batch, even if the gradient was zero."""
@@ -129,6 +129,7 @@ class Trajectory:
     sampling: Sampling
     stop_reason: str  # "stop" | "length"
     support: np.ndarray | None = None  # int32 (n, K): ids kept at each token, padded with -1; None = all
+    experts: np.ndarray | None = None  # uint8 (n, E): as in Batch; None = not kept
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     reward_note: str = ""
@@ -205,6 +206,10 @@ class Batch(NamedTuple):
     """Ascending: a sequence's sample, if some samples have several paths."""
     subtree_ends: Int[Any, "B T"] = None
     """Column after the last token that may see this one."""
+    experts: UInt8[Any, "B T E"] = None
+    """Of each layer in turn, the numbers of the experts that the token passed through on its host, E in all;
+    255: not known. None: the trainer's routers choose them.
+    """
 
 
 class PreparedBatch(NamedTuple):
@@ -229,6 +234,7 @@ class PreparedBatch(NamedTuple):
     support: Int[Any, "B T K"] = None
     sample_ids: Int[Any, " S"] = None
     subtree_ends: Int[Any, "B T"] = None
+    experts: UInt8[Any, "B T E"] = None
     ages: Int[Any, "B T"] = None
     """Trainer's version - token's version; 0 if not sampled."""
     proximal_logp: Float[Any, "B T"] = None

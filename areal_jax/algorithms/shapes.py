@@ -1,7 +1,7 @@
 """Checks the shapes and kinds of arrays that are arguments or results of functions of a batch.
 
 The checks run only while a function is traced, and read no values. Axes are letters: B rows, T tokens of a
-row, S sequences, K ids of a support.
+row, S sequences, K ids of a support, E experts of a token.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ AXES: Mapping[str, tuple[str, type]] = {
     **dict.fromkeys(("group_ids", "sample_ids"), ("S", int)),
     "truncated": ("S", bool),
     "support": ("BTK", int),
+    "experts": ("BTE", int),
 }
 """Field of PreparedBatch -> (its axes, the kind of its dtype); float and int allow any number of bits."""
 
@@ -78,13 +79,13 @@ def check_result(result: Any, batch: PreparedBatch, what: str) -> None:
 def empty_batch(rows: int, length: int) -> PreparedBatch:
     """Returns a prepared batch of `rows` x `length` zeros, to trace a function.
 
-    The batch has one sequence, no loss tokens, no support, no shared prefixes and no branches.
+    The batch has one sequence, no loss tokens, no support, no shared prefixes, no branches and no experts.
     """
     sizes = {"B": rows, "T": length, "S": 1}
 
     def zeros(axes: str, kind: type) -> Array:
         return jnp.zeros([sizes[axis] for axis in axes], kind)
 
-    absent = ("support", "subtree_ends", "sample_ids")
+    absent = ("support", "subtree_ends", "sample_ids", "experts")
     given = {name: zeros(*of) for name, of in AXES.items() if name not in absent}
     return PreparedBatch(**given)

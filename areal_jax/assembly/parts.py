@@ -137,8 +137,8 @@ class Parts(Inputs):
 
     def engine(self, host: int) -> Engine:
         """Returns a new decoding engine, without weights, for the host with index `host`, on its mesh."""
-        g, on = with_layout(self.config, self.devices), self.devices.hosts[host]
-        return make_engine(g, self.model, on, reserved_slots=g.reserved_slots, seed=self.config.run.seed)
+        g = with_layout(self.config, self.devices)
+        return training_engine(g, self.config, self.model, self.devices.hosts[host])
 
     def store(self, probe: Probe, folder: Path, on_failure: OnFailure) -> ParamStore:
         """Returns the store of weights versions for a run of one process in `folder`.
@@ -331,12 +331,25 @@ def first_params(parts: Parts) -> Params:
     return parts.model.from_base(params, c.run.seed)
 
 
+def training_engine(g: GenerationConfig, config: Config, model: Model, mesh: Mesh) -> Engine:
+    """Returns an engine, without weights, for a host of the run `config` on `mesh`; `g`: its settings."""
+    return make_engine(
+        g,
+        model,
+        mesh,
+        keeps_routes=config.algorithm.routes == "replay",
+        reserved_slots=config.generation.reserved_slots,
+        seed=config.run.seed,
+    )
+
+
 def make_engine(
     g: GenerationConfig,
     model: Model,
     mesh: Mesh | None = None,
     *,
     has_penalties: bool = False,
+    keeps_routes: bool = False,
     reserved_slots: int = 0,
     seed: int = 0,
 ) -> Engine:
@@ -353,6 +366,7 @@ def make_engine(
         weight_layout=g.weight_layout,
         quantize=g.quantize,
         has_penalties=has_penalties,
+        keeps_routes=keeps_routes,
         reserved_slots=reserved_slots,
         sampling=g.sampling,
         seed=seed,

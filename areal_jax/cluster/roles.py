@@ -25,7 +25,7 @@ from areal_jax.assembly.devices import (
     use_compilation_cache,
     use_virtual_cpus,
 )
-from areal_jax.assembly.parts import Parts, assemble_on, make_engine, open_inputs
+from areal_jax.assembly.parts import Parts, assemble_on, open_inputs, training_engine
 from areal_jax.cluster.meeting import own_address, secret
 from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin, Envelope, WeightsAddress
@@ -100,8 +100,7 @@ def generate(config: Config, folder: Path, name: str) -> None:
     use_compilation_cache()
     inputs = open_inputs(config)
     mesh = host_mesh(config, name)
-    g = config.generation
-    engine = make_engine(g, inputs.model, mesh, reserved_slots=g.reserved_slots, seed=config.run.seed)
+    engine = training_engine(config.generation, config, inputs.model, mesh)
     timeline = process_timeline(folder, name)
     work: _Hosting | None = None
     with closing(timeline), ControllerLink(config, "generate", name) as link, ExitStack() as running:

@@ -188,6 +188,11 @@ class AlgorithmConfig(Section):
     """
     reference_decay: float = Field(default=0.99, gt=0, lt=1)
     """Read with reference=ema: weight of the previous average when a new version is averaged in."""
+    routes: Literal["own", "replay"] = "own"
+    """With a mixture of experts: which experts the trainer's tokens pass through. own: those that the
+    trainer's routers choose. replay: those through which they passed on the host; the routers weigh them and
+    are trained. With trainer.numerics=exact both are the same experts.
+    """
     critic: CriticConfig = CriticConfig()
     """Value function for advantage estimators that need one, such as gae."""
     teacher: str | None = None

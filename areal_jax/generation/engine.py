@@ -47,6 +47,7 @@ from areal_jax.models.device_layout import (
     laid_out,
     layout_on,
 )
+from areal_jax.models.experts import NO_EXPERT
 from areal_jax.models.kernels import expert_products
 from areal_jax.models.kernels.paged_attention import choose_for
 from areal_jax.models.kv_pages import KVPages
@@ -153,6 +154,7 @@ class Engine(jetstream.Engine):
         prefill_chunk: int | None = None,
         prefill_row: int = PREFILL_ROW,
         support_size: int = 0,
+        keeps_routes: bool = False,
         weight_layout: WeightLayout | Literal["auto"] = "auto",
         quantize: str = "none",
         has_penalties: bool = False,
@@ -165,6 +167,7 @@ class Engine(jetstream.Engine):
         self.model, self.tokenizer = model, model.tokenizer
         self.slots, self.length, self.reserved_slots = slots, length, reserved_slots
         self.decode_steps, self.support_size = decode_steps, support_size
+        self.keeps_routes = keeps_routes
         if len(ends := self.tokenizer.end_ids) > MAX_STOP_TOKENS:
             raise ArealError(
                 f"the model's files name {len(ends)} end tokens (eos_token_id), but a sample has room for "
@@ -196,7 +199,11 @@ class Engine(jetstream.Engine):
         self.products, expert_kernels = expert_products.choose_for(self._served.config, self._mesh)
         """The same of the experts' products."""
         self._kv_pages = partial(
-            model.kv_pages, page_tokens=self.page_tokens, dtype=kv_dtype, platform=self._platform
+            model.kv_pages,
+            page_tokens=self.page_tokens,
+            dtype=kv_dtype,
+            platform=self._platform,
+            keeps_experts=keeps_routes,
         )
         chunk = prefill_chunk or (CPU_CHUNK if self._platform == "cpu" else ACCELERATOR_CHUNK)
         self.prefill_rows = max(1, chunk // prefill_row)
@@ -409,6 +416,16 @@ class Engine(jetstream.Engine):
             np.asarray(keeps_pages),
             self._request_penalty(penalties),
         )
+
+    def routes(self, slot: int, state: DecodeState, tokens: int) -> np.ndarray:
+        """Returns the experts of a slot's first `tokens` tokens, (tokens, E) uint8, as in `Batch.experts`.
+
+        They are those with which a token's KV was last computed; the last token, which has no KV, has
+        NO_EXPERT.
+        """
+        found = np.asarray(self.jitted.routes(state, slot))[:tokens].copy()
+        found[tokens - 1 :] = NO_EXPERT
+        return found
 
     def blank_prefix(self, tokens: np.ndarray) -> Prefix:
         """Returns a prefix of these tokens with pages of zeros, as many as their KV needs.

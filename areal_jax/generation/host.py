@@ -326,12 +326,12 @@ class Host:
 
     def _report(self, progress: SampleProgress) -> None:
         """Call `on_tokens` with a sample's new tokens; if it ended, emit SampleFinished or TurnFinished."""
-        records, (slot, work, before, after, reason, kv) = self._slots.records, progress
+        records, (slot, work, before, after, reason, kv, _) = self._slots.records, progress
         is_heard = work.start.is_request or not self._engine.reserved_slots
         if self._on_tokens is not None and is_heard and after > before:
             self._on_tokens(work.sample, records.since(slot, before))
         if reason:
-            trajectory = records.trajectory(slot, work, reason, self._on_update)
+            trajectory = records.trajectory(progress, self._on_update)
             if kv is not None:
                 self._admission.kept.keep(work, kv)
             self._emit(self._ended(work, trajectory), trajectory)

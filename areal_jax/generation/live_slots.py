@@ -50,6 +50,8 @@ class SampleProgress(NamedTuple):
     stop_reason: str
     kv: ExistingPrefix | None = None
     """If a turn of an episode ended, the KV of all tokens up to there but the last one, in host memory."""
+    experts: np.ndarray | None = None
+    """If the sample ended on an engine that keeps routes, `Trajectory.experts`."""
 
 
 class Collected(NamedTuple):
@@ -122,7 +124,7 @@ class LiveSlots:
                 stop_tokens=work.stops,
                 penalties=start.penalties,
                 segment=start.segment,
-                keeps_pages=start.turn is not None,
+                keeps_pages=start.turn is not None or engine.keeps_routes,
             )
             self.state = engine.insert(prefix, self.state, slot, request=request, sibling=sibling)
         # Reserved slots take pages that were never counted as free.
@@ -243,12 +245,16 @@ class LiveSlots:
 
     def _advance(self, slot: int, before: int, is_live: bool) -> SampleProgress:
         """Returns the Progress of a sample; if it ended, also at a stop text, frees its slot."""
-        work, kv = self.works[slot], None
+        work, kv, experts = self.works[slot], None, None
         is_stopped = self._end_at_text(slot, before)
         filled = int(self.records.filled[slot])
-        if work.start.turn is not None and (is_stopped or not is_live):
+        is_over = is_stopped or not is_live
+        if work.start.turn is not None and is_over:
             kv = self.engine.extract_existing(slot, self.state, self.records.of(slot)["tokens"])
-        if kv is not None or (is_live and is_stopped):  # only the host matches stop texts
+        if self.engine.keeps_routes and is_over:
+            experts = self.engine.routes(slot, self.state, filled)
+        # Only the host matches stop texts.
+        if kv is not None or experts is not None or (is_live and is_stopped):
             self.free(slot)
         elif not is_live:
             del self.works[slot]  # `generate` has released its pages
@@ -256,7 +262,7 @@ class LiveSlots:
         if not is_live:
             is_stopped |= int(self.records.of(slot)["tokens"][-1]) in work.stops
         reason = "stop" if is_stopped else "" if is_live else "length"
-        return SampleProgress(slot, work, before, filled, reason, kv)
+        return SampleProgress(slot, work, before, filled, reason, kv, experts)
 
     def _end_at_text(self, slot: int, before: int) -> bool:
         """Cut the slot's record after the first token that completes a stop text; returns whether one did.
@@ -342,8 +348,9 @@ class Records:
         tokens, logp = own["tokens"].tolist(), own["logp"].tolist()
         return Tokens(tuple(tokens), tuple(logp), int(own["versions"][0]))
 
-    def trajectory(self, slot: int, work: HostSample, stop_reason: str, on_update: str) -> Trajectory:
-        own = self.of(slot)
+    def trajectory(self, ended: SampleProgress, on_update: str) -> Trajectory:
+        """Returns the trajectory of a sample that ended. `on_update`: as generation.on_update."""
+        work, own = ended.work, self.of(ended.slot)
         # The prompt was not sampled: it has no turn, and no loss.
         loss_mask = np.arange(len(own)) >= len(work.start.prompt)
         return Trajectory(
@@ -354,7 +361,8 @@ class Records:
             versions=own["versions"].copy(),
             turn_ids=np.where(loss_mask, 0, -1).astype(np.int32),
             sampling=work.sampling,
-            stop_reason=stop_reason,
+            stop_reason=ended.stop_reason,
+            experts=ended.experts,
             support=own["support"].copy() if own["support"].size else None,
             interruptions=work.interruptions,
             on_update=on_update,

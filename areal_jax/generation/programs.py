@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt8, UInt32
 
 from areal_jax.algorithms.logprobs import token_stats
 from areal_jax.algorithms.sampling import (
@@ -273,6 +273,12 @@ class Programs:
         cache = self.take(state.cache, state.pages.table[slot, :pages])
         return Prefix(cache, state.tokens[slot], state.filled[slot])
 
+    def routes(self, state: DecodeState, slot: Array) -> UInt8[Array, "length E"]:
+        """Returns the experts of the tokens in a slot's pages, those of each layer in turn."""
+        k = self.model.config.experts_per_token
+        found = state.cache.experts_of(state.pages.table[slot], k)
+        return found.reshape(len(found), -1)
+
     def take(self, cache: KVPages, pages: Array) -> KVPages:
         """Returns a copy of these pages of the cache, numbered from 1 on, as a prefix has them."""
         pages = jnp.concatenate([jnp.zeros(1, jnp.int32), pages])
@@ -397,6 +403,7 @@ class Jitted:
         )
         self.recompute = jax.jit(programs.recompute, static_argnums=4, donate_argnums=1, out_shardings=state)
         self.release = jax.jit(programs.release, donate_argnums=0, out_shardings=state)
+        self.routes = jax.jit(programs.routes, out_shardings=whole)
         self.extract = jax.jit(programs.extract, static_argnums=2, out_shardings=prefix)
         self.compiled: dict[Truncation, Any] = {}
         """Truncations of a compiled decode program -> the program; None: the one in the cache of jit."""

@@ -80,10 +80,10 @@ class Regenerator:
                 self._begin(slot, waiting.popleft(), params)
             self._change_versions(params)
             self._live.decode(params)
-            for slot, work, _, _, reason, kv in self._live.collect(with_all=False).progress:
-                found[work.sample] = self._live.records.trajectory(slot, work, reason, self._on_update)
-                if kv is not None:
-                    self._turns.keep(work, kv)
+            for ended in self._live.collect(with_all=False).progress:
+                found[ended.work.sample] = self._live.records.trajectory(ended, self._on_update)
+                if ended.kv is not None:
+                    self._turns.keep(ended.work, ended.kv)
         self._prompt = None
         return found
 

@@ -49,9 +49,12 @@ def live_tokens(attend: Attention, x: Array) -> Bool[Array, "B T"]:
 
 def with_routes(attend: Attention, layer: Any, cache: Any, routes: Routes) -> Any:
     """Returns the cache with what the router of layer number `layer` did, if the cache takes it."""
-    if not isinstance(cache, RouterSums):
-        return cache
-    return cache.adding(layer, routes, live_tokens(attend, routes.weights))
+    if isinstance(cache, RouterSums):
+        return cache.adding(layer, routes, live_tokens(attend, routes.weights))
+    if isinstance(cache, KVPages) and cache.experts is not None:
+        assert isinstance(attend, PagedAttention)
+        return cache.with_experts(layer, *attend.places(cache), routes.experts)
+    return cache
 
 
 class PackedAttention(struct.PyTreeNode):
@@ -115,9 +118,12 @@ class PagedAttention(struct.PyTreeNode):
 
     def extended(self, layer: Any, cache: KVPages, k: Any, v: Any) -> KVPages:
         """Returns the cache with this call's keys `k` and values `v` written to the layer's pages."""
+        return cache.written(layer, *self.places(cache), k, v)
+
+    def places(self, cache: KVPages) -> tuple[Int[Array, "N C"], Int[Array, "N C"]]:
+        """Returns the page of each token and its index there; padding tokens are in the scratch page."""
         page = jnp.take_along_axis(self.table, self.positions // cache.page_tokens, axis=1)
-        page = jnp.where(self.is_written, page, 0)
-        return cache.written(layer, page, self.positions % cache.page_tokens, k, v)
+        return jnp.where(self.is_written, page, 0), self.positions % cache.page_tokens
 
     def __call__(self, layer: Any, q: Any, k: Any, v: Any, cache: KVPages) -> tuple[Array, KVPages]:
         slots, tokens, heads, head_dim = q.shape
@@ -128,7 +134,7 @@ class PagedAttention(struct.PyTreeNode):
         cache = self.extended(layer, cache, k, v)
         if self.kernel is not None:
             lengths = jnp.where(self.is_written, self.positions + 1, 0)
-            return self.kernel(q, cache, layer, self.table, lengths), cache
+            return self.kernel(q, cache.kv, layer, self.table, lengths), cache
         joined = max(1, KV_BLOCK // size)  # pages of a block
         table = jnp.pad(self.table, ((0, 0), (0, -self.table.shape[1] % joined)))
         q = q.reshape(slots, tokens, kv_heads, -1, head_dim)

@@ -31,6 +31,10 @@ WHOLE = 32_768
 """So many rows are computed at once by each of several devices, though it has a part of the experts."""
 
 
+NO_EXPERT = 255
+"""Number of the experts of a token whose experts are not known; experts have numbers below it."""
+
+
 class Routes(NamedTuple):
     """Which experts a token passes through, and with which weights their results are added."""
 
@@ -39,6 +43,8 @@ class Routes(NamedTuple):
     weights: Float[Array, "*n k"]
     probabilities: Float[Array, "*n E"]
     """Of all experts; their sum is 1."""
+    own: Int[Array, "*n k"]
+    """The experts that the router chooses, also where others are given."""
 
 
 class RouterSums(NamedTuple):
@@ -49,11 +55,13 @@ class RouterSums(NamedTuple):
     probabilities: Float[Array, "L E"]
     entropy: Float[Array, " L"]
     """Sum of the entropies of the tokens' probabilities, in nats."""
+    differing: Float[Array, " L"] | None = None
+    """Number of tokens whose given experts are others than the router chooses; None: none are given."""
 
     @classmethod
-    def zeros(cls, layers: int, experts: int, dtype: str) -> RouterSums:
-        each = jnp.zeros((layers, experts), dtype)
-        return cls(each, each, jnp.zeros(layers, dtype))
+    def zeros(cls, layers: int, experts: int, dtype: str, are_given: bool = False) -> RouterSums:
+        each, one = jnp.zeros((layers, experts), dtype), jnp.zeros(layers, dtype)
+        return cls(each, each, one, one if are_given else None)
 
     def adding(self, layer: Any, routes: Routes, is_live: Bool[Array, "B T"]) -> RouterSums:
         """Returns the sums with those of the live tokens of layer number `layer` added."""
@@ -61,8 +69,14 @@ class RouterSums(NamedTuple):
         of = jnp.where(is_live[..., None], probabilities, 0)
         chosen = (routes.experts[..., None] == jnp.arange(of.shape[-1])) & is_live[..., None, None]
         entropy = -jax.scipy.special.xlogy(of, of).sum()
-        added = chosen.sum((0, 1, 2)), of.sum((0, 1)), entropy
-        return RouterSums(*(x.at[layer].add(more) for x, more in zip(self, added, strict=True)))
+        others = (jnp.sort(routes.own, -1) != jnp.sort(routes.experts, -1)).any(-1) & is_live
+        added = RouterSums(
+            chosen.sum((0, 1, 2)),
+            of.sum((0, 1)),
+            entropy,
+            None if self.differing is None else others.sum(),  # type: ignore[arg-type]
+        )
+        return jax.tree.map(lambda x, more: x.at[layer].add(more), self, added)
 
     def figures(self) -> dict[str, float]:
         """Returns metrics of the routers, each a mean over the layers; without tokens there are none.
@@ -72,12 +86,13 @@ class RouterSums(NamedTuple):
         times that a token of a layer passes through expert e, and P_e the expert's mean probability; it is k
         if all experts have the same number of tokens.
         """
-        tokens, probabilities, entropy = (np.asarray(x, np.float64) for x in self)
+        tokens, probabilities, entropy = (np.asarray(x, np.float64) for x in self[:3])
         total = probabilities.sum()  # tokens times layers
         if total == 0:
             return {}
         load = tokens / tokens.mean(1, keepdims=True)
-        return {
+        own = {} if self.differing is None else {"routes_differ": float(np.sum(self.differing)) / total}
+        return own | {
             "router_load_max": load.max(1).mean(),
             "router_load_min": load.min(1).mean(),
             "router_entropy": entropy.sum() / total,
@@ -88,17 +103,21 @@ class RouterSums(NamedTuple):
 def routes(
     logits: Float[Array, "*n E"], k: int, has_unit_weights: bool, experts: Int[Array, "*n k"] | None = None
 ) -> Routes:
-    """Returns the routes that a router with these `logits` chooses; `experts`, if given, are not chosen anew.
+    """Returns the routes that a router with these `logits` chooses.
 
+    A token's `experts`, if given, are not chosen anew; NO_EXPERT as the first one: they are.
     A weight is the expert's probability among all E, divided by the sum of the k if `has_unit_weights`.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
+    own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), k)[1]
     if experts is None:
-        experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), k)[1]
+        experts = own
+    else:
+        experts = jnp.where(experts[..., :1] == NO_EXPERT, own, experts.astype(own.dtype))
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if has_unit_weights:
         weights = weights / weights.sum(-1, keepdims=True)
-    return Routes(experts, weights, probabilities)
+    return Routes(experts, weights, probabilities, own)
 
 
 class Rows(struct.PyTreeNode):

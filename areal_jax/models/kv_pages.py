@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 LARGEST = 3e38
 """Values of at least this magnitude count as not finite. It is slightly below bfloat16's largest number."""
@@ -32,6 +32,10 @@ class KVPages(struct.PyTreeNode):
     v: Array
     k_scale: Float[Array, "L P K page 1"] | None = None
     v_scale: Float[Array, "L P K page 1"] | None = None
+    experts: UInt8[Array, "L P K page e"] | None = None
+    """The experts that each token passed through when its KV was computed, in order over the K e places, of
+    which k are used; None: not kept. The axis K lets them be split and moved as keys and values are.
+    """
 
     @classmethod
     def zeros(
@@ -44,16 +48,19 @@ class KVPages(struct.PyTreeNode):
         dtype: str,
         *,
         platform: str | None = None,
+        experts: int = 0,
     ) -> KVPages:
         """Returns `pages` pages of zeros and the scratch page 0; `dtype` is float32, bfloat16 or int8.
 
         `platform`: the platform of the devices that hold the pages; None: that of jax's default device.
+        `experts`: number of experts a token of which the numbers are kept.
         """
         shape = (layers, pages + 1, kv_heads, page_tokens, head_dim)
         is_cpu = (platform or jax.default_backend()) == "cpu"
         held = jnp.uint16 if dtype == "bfloat16" and is_cpu else dtype
         scales = [jnp.zeros((*shape[:-1], 1)) for _ in range(2)] if dtype == "int8" else [None, None]
-        return cls(jnp.zeros(shape, held), jnp.zeros(shape, held), *scales)
+        kept = jnp.zeros((*shape[:-1], -(-experts // kv_heads)), jnp.uint8) if experts else None
+        return cls(jnp.zeros(shape, held), jnp.zeros(shape, held), *scales, experts=kept)
 
     @property
     def page_tokens(self) -> int:
@@ -72,11 +79,36 @@ class KVPages(struct.PyTreeNode):
         is_finite = (jnp.abs(v) < LARGEST).all(-1, keepdims=True)
         k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0)
         (k, k_scale), (v, v_scale) = (_held(x, self.k.dtype) for x in (k, v))
-        return jax.tree.map(lambda pages, x: pages.at[at].set(x), self, KVPages(k, v, k_scale, v_scale))
+        written = KVPages(k, v, k_scale, v_scale)
+        pages = jax.tree.map(lambda pages, x: pages.at[at].set(x), self.kv, written)
+        return pages.replace(experts=self.experts)
+
+    @property
+    def kv(self) -> KVPages:
+        """The pages without experts."""
+        return self.replace(experts=None)  # type: ignore[attr-defined]
+
+    def with_experts(
+        self, layer: Any, page: Int[Array, "N C"], place: Int[Array, "N C"], experts: Int[Array, "N C k"]
+    ) -> KVPages:
+        """Returns the pages with the numbers of each token's experts written; see `written`."""
+        assert self.experts is not None
+        heads, each = self.experts.shape[2], self.experts.shape[4]
+        padding = heads * each - experts.shape[-1]
+        x = jnp.pad(experts.astype(jnp.uint8), ((0, 0), (0, 0), (0, padding)))
+        at = (layer, page[..., None], jnp.arange(heads), place[..., None])
+        written = self.experts.at[at].set(x.reshape(*page.shape, heads, each))
+        return self.replace(experts=written)  # type: ignore[attr-defined]
+
+    def experts_of(self, pages: Int[Array, " M"], k: int) -> UInt8[Array, "tokens L k"]:
+        """Returns the experts of the tokens in these pages, in order."""
+        assert self.experts is not None
+        found = jnp.moveaxis(self.experts[:, pages], (1, 3, 0), (0, 1, 2))  # (M, page, L, K, e)
+        return found.reshape(-1, len(self.experts), found.shape[3] * found.shape[4])[..., :k]
 
     def read(self, *at: Any) -> tuple[Array, Array]:
         """Returns keys and values as floats; `at` indexes layers, pages, kv heads and tokens of a page."""
-        held = jax.tree.map(lambda pages: pages[at], self)
+        held = jax.tree.map(lambda pages: pages[at], self.kv)
         return _floats(held.k, held.k_scale), _floats(held.v, held.v_scale)
 
 

@@ -173,11 +173,14 @@ class Model:
         attend: Attention,
         cache: Any = None,
         execution: Execution = PLAIN,
+        *,
+        experts: Int[Array, "L B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the hidden states after the last norm, and the cache with these tokens' KV added.
 
         `cache`: KVPages if `attend` is paged attention; RouterSums or None if it is attention over packed
-        rows, which adds what the routers did.
+        rows, which adds what the routers did. `experts`: those that tokens pass through; NO_EXPERT: those
+        that the router chooses for the token; None: it chooses all.
         """
         chex.assert_rank(tokens, 2)
         chex.assert_equal_shape([tokens, positions])
@@ -188,7 +191,7 @@ class Model:
             apart = params["blocks"]
             params = {name: params[name] for name in self.abstract_params} | {"blocks": apart[0]}
         transformer = nnx.merge(self._abstract[0], params)
-        return transformer(tokens, positions, attend, cache, execution, apart=apart)[:2]
+        return transformer(tokens, positions, attend, cache, execution, apart=apart, experts=experts)[:2]
 
     def _require_float64(self) -> None:
         """Raise ArealError if the config accumulates in float64, but JAX would use float32 instead."""
@@ -270,10 +273,19 @@ class Model:
             return ExactPagedAttention(table, positions, is_written)
         return PagedAttention(table, positions, is_written, kernel, ends_early)
 
-    def kv_pages(self, pages: int, page_tokens: int, dtype: str, *, platform: str | None = None) -> KVPages:
+    def kv_pages(
+        self,
+        pages: int,
+        page_tokens: int,
+        dtype: str,
+        *,
+        platform: str | None = None,
+        keeps_experts: bool = False,
+    ) -> KVPages:
         """Returns KV pages of zeros: the scratch page 0 and `pages` pages, of `page_tokens` tokens each.
 
-        `platform`: that of the devices that hold them; None: of jax's default device. Raises ArealError if
+        `platform`: that of the devices that hold them; None: of jax's default device. `keeps_experts`:
+        whether they have the numbers of each token's experts, too. Raises ArealError if
         numerics are exact and `dtype` would round keys or values.
         """
         c = self.config
@@ -284,4 +296,5 @@ class Model:
                 f"generation.kv_dtype={c.dtype} or trainer.numerics=bounded"
             )
         sizes = (c.layers, pages, page_tokens, c.kv_heads, c.head_dim)
-        return KVPages.zeros(*sizes, dtype, platform=platform)
+        kept = c.experts_per_token if keeps_experts else 0
+        return KVPages.zeros(*sizes, dtype, platform=platform, experts=kept)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from areal_jax.algorithms.shapes import AXES, map_batch
 from areal_jax.assembly.devices import Devices, overwrites_serving, place
-from areal_jax.assembly.parts import make_engine, make_learner, with_layout
+from areal_jax.assembly.parts import make_learner, training_engine, with_layout
 from areal_jax.assembly.sources import RANDOM, Source, open_source, open_teacher
 from areal_jax.config.tree import Config
 from areal_jax.models.attention import BLOCK, KV_BLOCK
@@ -324,7 +324,7 @@ def _micro(batch: PreparedBatch, rows: int, learner: Learner) -> PreparedBatch:
 
 def _host(config: Config, model: Model, devices: Devices) -> Side:
     g, a, mesh = config.generation, config.algorithm, devices.hosts[0]
-    engine = make_engine(with_layout(config, devices), model, mesh, reserved_slots=g.reserved_slots)
+    engine = training_engine(with_layout(config, devices), config, model, mesh)
     functions = engine.abstract_calls(config.wire_dtype)
     published, state = engine.abstract_params(config.wire_dtype), functions["decode"][1][2]
     cache = functions["prefill"][1][1]

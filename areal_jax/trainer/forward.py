@@ -78,24 +78,40 @@ class Forward:
         return masked.keep(stats.logp, micro.loss_mask)
 
     def hidden(self, params: Params, micro: Batch | PreparedBatch) -> Float[Array, "R T D"]:
-        """Returns the model's hidden state at each token of packed rows, after the last norm."""
-        return self._hidden(params, micro, None)[0]
+        """Returns the model's hidden state at each token of packed rows, after the last norm.
+
+        Tokens pass through the experts that the model's routers choose.
+        """
+        return self._hidden(params, micro, None, None)[0]
 
     def routed(
         self, params: Params, micro: Batch | PreparedBatch
     ) -> tuple[Float[Array, "R T D"], RouterSums | None]:
-        """Returns the result of `hidden`, and what the routers did (None without a mixture of experts)."""
-        return self._hidden(params, micro, self.no_routes())
+        """Returns the hidden states, and what the routers did (None without a mixture of experts).
 
-    def no_routes(self) -> RouterSums | None:
-        """Returns the sums of no token (None without a mixture of experts)."""
+        Tokens pass through the experts that the batch names, if it does.
+        """
+        return self._hidden(params, micro, self.no_routes(micro.experts is not None), micro.experts)
+
+    def no_routes(self, are_given: bool) -> RouterSums | None:
+        """Returns the sums of no token (None without a mixture of experts).
+
+        `are_given`: whether batches name experts.
+        """
         c = self.model.config
-        return RouterSums.zeros(c.layers, c.experts, c.accumulate) if c.experts else None
+        return RouterSums.zeros(c.layers, c.experts, c.accumulate, are_given) if c.experts else None
 
-    def _hidden(self, params: Params, micro: Batch | PreparedBatch, cache: Any) -> tuple[Array, Any]:
+    def _hidden(
+        self, params: Params, micro: Batch | PreparedBatch, cache: Any, experts: Array | None
+    ) -> tuple[Array, Any]:
         check_batch(micro)
-        attend = self.model.packed_attention(micro, self.kernel, self.mesh)
-        return self.attended(params, micro.tokens, micro.positions, attend, cache)
+        attend, c = self.model.packed_attention(micro, self.kernel, self.mesh), self.model.config
+        if experts is not None:
+            each = experts.reshape(*micro.tokens.shape, c.layers, c.experts_per_token)
+            experts = jnp.moveaxis(each, 2, 0)
+        return self.model.hidden(
+            params, micro.tokens, micro.positions, attend, cache, self.execution, experts=experts
+        )
 
     def attended(
         self,

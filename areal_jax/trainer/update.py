@@ -262,7 +262,7 @@ class Objective:
             token = jnp.zeros((rows, length))
             value = None if self.critic is None else token
             sums = self.loss(TokenStats(token, token, token), value, empty_batch(rows, length))[1]
-            return sums | self._of_routers(self.forward.no_routes())
+            return sums | self._of_routers(self.forward.no_routes(self.algorithm.routes == "replay"))
 
         sums = jax.eval_shape(trace)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)

@@ -90,6 +90,7 @@ def plan_batch(
         length=length,
         layout=layout,
         support=0 if flat[0].support is None else flat[0].support.shape[1],
+        experts=0 if flat[0].experts is None else flat[0].experts.shape[1],
         samples=np.array([sample.sample for sample in of], np.int64),
         tokens=np.pad(lengths, (0, more)),
         reward=np.array([sample.reward for sample in of], np.float32),

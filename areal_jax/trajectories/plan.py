@@ -64,6 +64,7 @@ class BatchPlan(NamedTuple):
     length: int  # T
     layout: BatchLayout
     support: int  # K; 0 = no support
+    experts: int  # E; 0 = no experts
     samples: np.ndarray  # (S, 3) int64: ordinal, member, attempt
     tokens: np.ndarray  # (S,) int64: a trajectory's length
     reward: np.ndarray  # (S,) float32
@@ -145,6 +146,7 @@ def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajector
 
     previous = np.where(within > 0, at % plan.length - 1, each(pieces.previous)).astype(np.int32)
     no_support = np.zeros((0, plan.support), np.int32)
+    no_experts = np.zeros((0, plan.experts), np.uint8)
     return Batch(
         **{name: spread(joined(name, empty[None][:0]), empty) for name, empty in PER_TOKEN.items()},
         positions=spread(each(pieces.start) + within.astype(np.int32), 0),
@@ -156,6 +158,7 @@ def fill(plan: BatchPlan, rows: np.ndarray, trajectories: Mapping[int, Trajector
         temperature=plan.temperature,
         truncated=plan.truncated,
         support=spread(joined("support", no_support), -1) if plan.support else None,
+        experts=spread(joined("experts", no_experts), 255) if plan.experts else None,
         sample_ids=plan.sample_ids,
     )
 
