@@ -19,6 +19,8 @@ from areal_jax.episodes.follow_up import follow_ups_of
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.fastest_layout import fastest_layout
 from areal_jax.generation.rollout import completion_of
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.experts import NO_EXPERT
 from areal_jax.models.model import Model, Params
 from areal_jax.parallel.mesh import param_shardings, platform_of
 from areal_jax.tasks.errors import USERS, PromptError, TooLongError, raised
@@ -172,6 +174,8 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
     if config.observe.evaluate:
         asked = loaded if tasks else held_out(without_splits(config.tasks))
     require_support_fits(config.generation.support_size, source.model.config.vocab_size)
+    if config.algorithm.routes == "replay":
+        _require_routes(config, source.model.config, loaded)
     own = config.trainer.supervised.tasks
     supervised = load_tasks(own) if own else loaded
     inputs = Inputs(config, loaded, PromptStream(loaded, config.run.seed), source, asked, supervised)
@@ -179,6 +183,29 @@ def open_inputs(config: Config, tasks: Sequence[Task] = ()) -> Inputs:
         inputs.prompt_tokens(ordinal)
     _require_chats_go_on(inputs)
     return inputs
+
+
+def _require_routes(config: Config, c: ModelConfig, tasks: Mapping[str, WeightedTask]) -> None:
+    """Raises ArealError if routes cannot be replayed, or may need more memory than algorithm.routes_gib."""
+    setting, own = "algorithm.routes=replay", "set algorithm.routes=own"
+    if not 0 < c.experts <= NO_EXPERT:
+        what = "without experts" if not c.experts else f"with {c.experts} experts, of at most {NO_EXPERT}"
+        raise ArealError(f"{setting} with a model {what}; {own}")
+    if named := list(workflows_of(config.episode.agent, tasks)):
+        raise ArealError(
+            f"{setting} with tasks.{named[0]}, which has a workflow: routes are kept for samples of one turn "
+            f"alone; {own}"
+        )
+    t, eta = config.trainer, config.max_staleness
+    groups = config.control.max_concurrent or (1 + (eta or 0)) * t.batch_size
+    tokens = groups * config.algorithm.group_size * config.generation.length
+    needed, most = tokens * c.layers * c.experts_per_token / 2**30, config.algorithm.routes_gib
+    if needed > most:
+        raise ArealError(
+            f"{setting} may need {needed:.1f} GiB for the routes of {groups} groups in flight, more than "
+            f"algorithm.routes_gib={most:g}; raise it if Redis and the controller's machine have the memory, "
+            f"lower control.max_staleness or trainer.batch_size, or {own}"
+        )
 
 
 def _fitted_to_episodes(config: Config, tasks: Mapping[str, WeightedTask]) -> Config:

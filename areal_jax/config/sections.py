@@ -193,6 +193,10 @@ class AlgorithmConfig(Section):
     trainer's routers choose. replay: those through which they passed on the host; the routers weigh them and
     are trained. With trainer.numerics=exact both are the same experts.
     """
+    routes_gib: float = Field(default=16.0, gt=0)
+    """Read with routes=replay: most memory, in GiB, for the routes of all samples in flight, in Redis or in
+    the run's process. A run that may need more is refused.
+    """
     critic: CriticConfig = CriticConfig()
     """Value function for advantage estimators that need one, such as gae."""
     teacher: str | None = None

@@ -240,6 +240,13 @@ def _impossible_trainer(c: Config) -> Iterator[str]:
             f"model.activations=bfloat16 with model.dtype={c.model.dtype}, trainer.numerics={t.numerics}: it "
             "needs model.dtype=bfloat16 and trainer.numerics=bounded; set model.activations=float32"
         )
+    if a.routes == "replay" and (t.numerics == "exact" or t.compute != "packed"):
+        yield (
+            f"algorithm.routes=replay with trainer.numerics={t.numerics}, trainer.compute={t.compute}: with "
+            "exact numerics trainer and hosts choose the same experts anyway, and a token of a prefix tree "
+            "has the routes of several samples; set algorithm.routes=own, or trainer.numerics=bounded and "
+            "trainer.compute=packed"
+        )
     if t.numerics == "exact":
         yield from exact_refusals(t.mesh.shape, c.runtime.host_tensor, c.on_update)
         if t.compute != "packed":

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from typing_extensions import TypedDict
 
 from areal_jax.file_errors import space_left
-from areal_jax.trajectories.codec import ARRAYS
+from areal_jax.trajectories.codec import ARRAYS, OPTIONAL
 from areal_jax.trajectories.paths import paths_of
 from areal_jax.types import ArealError, Group, Prompt, SampleId, Sampling, Trajectory
 
@@ -34,6 +34,8 @@ FORMAT = 2
 
 MOST_DEVICES = 4096
 
+NAMES = (*ARRAYS, *OPTIONAL)
+"""Arrays of a trajectory."""
 STATE = "state."
 """The names of the train state's tensors begin with this."""
 
@@ -242,7 +244,7 @@ def groups_to_plain(
     plain, tensors = [], {}
     for one in (one for group in groups for one in group.trajectories):
         for number, path in enumerate(paths_of(one)):
-            arrays = {name: getattr(path, name) for name in ARRAYS}
+            arrays = {name: getattr(path, name) for name in NAMES}
             if is_redacted:
                 arrays["tokens"] = np.concatenate(
                     [np.full(n := _prompt_tokens(one, path), -1, np.int32), path.tokens[n:]]
@@ -292,11 +294,11 @@ def groups_from_plain(bundle: Bundle, prompts: Mapping[int, Sequence[int]]) -> t
 
 def _arrays(bundle: Bundle, sample: SampleId, path: int) -> dict[str, Any]:
     """Returns a path's arrays by name; raises BundleError unless each has its dtype, for the same tokens."""
-    arrays: dict[str, Any] = {name: bundle.tensors.get(_name(sample, path, name)) for name in ARRAYS}
+    arrays: dict[str, Any] = {name: bundle.tensors.get(_name(sample, path, name)) for name in NAMES}
     tokens = None if arrays["tokens"] is None else len(np.atleast_1d(arrays["tokens"]))
     for name, array in arrays.items():
         dtype, ndim = _ARRAYS[name]
-        if array is None and name == "support":
+        if array is None and name in ("support", *OPTIONAL):
             continue
         if array is None or array.dtype != dtype or array.ndim != ndim or len(array) != tokens:
             found = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
@@ -307,8 +309,9 @@ def _arrays(bundle: Bundle, sample: SampleId, path: int) -> dict[str, Any]:
     return arrays
 
 
-_ARRAYS = dict.fromkeys(ARRAYS, ("int32", 1)) | {
+_ARRAYS = dict.fromkeys(NAMES, ("int32", 1)) | {
     "loss_mask": ("bool", 1), "behavior_logp": ("float32", 1), "support": ("int32", 2),
+    "experts": ("uint8", 2),
 }  # fmt: skip
 """Array of a trajectory -> its dtype and number of dimensions."""
 

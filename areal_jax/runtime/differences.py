@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_jax.trajectories.codec import PRODUCED
+from areal_jax.trajectories.codec import OPTIONAL, PRODUCED
 from areal_jax.trajectories.paths import paths_of
 from areal_jax.types import ArealError, SampleId, Trajectory
 
@@ -116,7 +116,7 @@ def same(place: str, name: str, journaled: Any, again: Any) -> None:
 
 def same_arrays(place: str, stored: Trajectory, again: Trajectory) -> None:
     """Raises Difference for the first token of which a value has other bits."""
-    pairs = {name: (getattr(stored, name), getattr(again, name)) for name in PRODUCED}
+    pairs = {name: (getattr(stored, name), getattr(again, name)) for name in (*PRODUCED, *OPTIONAL)}
     found = [
         unequal
         for name, (journaled, other) in pairs.items()
@@ -138,10 +138,10 @@ class _Unequal(NamedTuple):
 
 
 def _first_unequal(name: str, journaled: Any, again: Any) -> _Unequal | None:
-    """Returns where two arrays of 4-byte values first have other bits. None counts as an empty array."""
+    """Returns where two arrays first have other bits. None counts as an empty array."""
     one, other = (np.zeros(0, np.int32) if array is None else array for array in (journaled, again))
     count = min(len(one), len(other))
-    bits = [np.ascontiguousarray(array[:count]).view(np.int32).reshape(count, -1) for array in (one, other)]
+    bits = [np.ascontiguousarray(array[:count]).view(np.uint8).reshape(count, -1) for array in (one, other)]
     unequal = np.flatnonzero((bits[0] != bits[1]).any(axis=1)) if count else np.zeros(0, int)
     if not unequal.size and len(one) == len(other):
         return None

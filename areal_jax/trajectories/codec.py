@@ -17,10 +17,14 @@ MAGIC = b"AJT3"
 """The first bytes of every encoded trajectory; the digit is the format's number."""
 
 ARRAYS = ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support")
+OPTIONAL = ("experts",)
+"""Arrays that are left out where there are none, so that older programs read what they know."""
 PRODUCED = ("tokens", "behavior_logp", "versions", "support")
-"""The arrays that a host produces, the prompt's part included; the other ones follow from the prompt."""
+"""The arrays that a host produces, the prompt's part included, and the OPTIONAL ones; the other ones follow
+from the prompt.
+"""
 
-DTYPES = {"int32": "<i4", "bool": "|b1", "float32": "<f4"}
+DTYPES = {"int32": "<i4", "bool": "|b1", "float32": "<f4", "uint8": "|u1"}
 NAMES = {np.dtype(name): name for name in DTYPES}  # by dtype, since numpy computes a dtype's name slowly
 
 _HEAD_BYTES = len(MAGIC) + 4
@@ -32,7 +36,7 @@ class CodecError(ArealError):
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """Returns a trajectory as bytes. Raises CodecError for an array that is not int32, bool or float32."""
+    """Returns a trajectory as bytes. Raises CodecError for an array of another dtype than DTYPES has."""
     body = cast(bytes, msgpack.packb(_fields(trajectory)))
     return b"".join((MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
 
@@ -41,7 +45,7 @@ def _fields(trajectory: Trajectory) -> list[Any]:
     s = trajectory.sampling
     fields = [
         [int(part) for part in trajectory.sample],
-        [_encode_array(name, getattr(trajectory, name)) for name in ARRAYS],
+        _encode_arrays(trajectory, ARRAYS),
         [float(s.temperature), int(s.top_k), float(s.top_p), float(s.min_p), int(s.max_tokens), list(s.stop)],
         trajectory.stop_reason,
         None if trajectory.reward is None else float(trajectory.reward),
@@ -56,7 +60,7 @@ def _fields(trajectory: Trajectory) -> list[Any]:
 
 def digest_of(trajectory: Trajectory) -> str:
     """Returns a hash of what hosts produced: tokens, log-probs, versions and supports, bit for bit."""
-    arrays = [_encode_array(name, getattr(path, name)) for path in paths_of(trajectory) for name in PRODUCED]
+    arrays = [array for path in paths_of(trajectory) for array in _encode_arrays(path, PRODUCED)]
     return blake2b(cast(bytes, msgpack.packb(arrays)), digest_size=8).hexdigest()
 
 
@@ -89,7 +93,8 @@ def _trajectory(fields: Sequence[Any]) -> Trajectory:
     """Returns the trajectory of which `_fields` made these values."""
     whole = fields if len(fields) == _FIELDS + 1 else [*fields, ()]
     sample, arrays, sampling, stop_reason, reward, parts, note, interruptions, on_update, branches = whole
-    named = {name: _decode_array(packed) for name, packed in zip(ARRAYS, arrays, strict=True)}
+    names = (*ARRAYS, *OPTIONAL)[: max(len(ARRAYS), len(arrays))]
+    named = {name: _decode_array(packed) for name, packed in zip(names, arrays, strict=True)}
     return Trajectory(
         sample=SampleId(*sample),
         sampling=Sampling(*sampling[:-1], stop=tuple(sampling[-1])),
@@ -102,6 +107,11 @@ def _trajectory(fields: Sequence[Any]) -> Trajectory:
         branches=tuple(map(_trajectory, branches)),
         **named,
     )
+
+
+def _encode_arrays(trajectory: Trajectory, names: Sequence[str]) -> list[Any]:
+    given = [name for name in OPTIONAL if getattr(trajectory, name) is not None]
+    return [_encode_array(name, getattr(trajectory, name)) for name in (*names, *given)]
 
 
 def _encode_array(name: str, array: Any) -> list[Any] | None:

@@ -61,11 +61,16 @@ def probabilities(p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     return scores / scores.sum(-1, keepdims=True)
 
 
-def mixture(c: ModelConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
-    """Each token's experts, one after the other; a shared expert times the sigmoid of its gate."""
+def mixture(c: ModelConfig, p: dict[str, Any], x: np.ndarray, given: np.ndarray | None = None) -> np.ndarray:
+    """Each token's experts, one after the other; a shared expert times the sigmoid of its gate.
+
+    `given`: (n, k) of the experts to use; 255: those that the router chooses.
+    """
     out = np.zeros_like(x)
     for t, (token, scores) in enumerate(zip(x, probabilities(p, x), strict=True)):
         best = sorted(range(c.experts), key=lambda e: -scores[e])[: c.experts_per_token]
+        if given is not None and given[t, 0] != 255:
+            best = given[t].tolist()
         total = scores[best].sum() if c.has_unit_weights else 1.0
         for e in best:
             own = {name: p[f"expert_{name}"][e] for name in ("gate", "up", "down")}
@@ -76,11 +81,15 @@ def mixture(c: ModelConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
 
 
 def hidden(
-    c: ModelConfig, params: dict[str, Any], tokens: np.ndarray, routed: list[np.ndarray] | None = None
+    c: ModelConfig,
+    params: dict[str, Any],
+    tokens: np.ndarray,
+    routed: list[np.ndarray] | None = None,
+    given: np.ndarray | None = None,
 ) -> np.ndarray:
     """(n, D) after the last norm, of one sequence that begins at position 0.
 
-    `routed` gets each layer's (n, E) of the router's probabilities.
+    `routed` gets each layer's (n, E) of the router's probabilities. `given`: (L, n, k), see `mixture`.
     """
     wide = {name: _float64(value) for name, value in params.items()}
     x = wide["embedding"][tokens]
@@ -90,7 +99,8 @@ def hidden(
         normed = norm(x, p["mlp_norm"], c.norm_eps)
         if routed is not None:
             routed.append(probabilities(p["mlp"], normed))
-        x = x + (mixture(c, p["mlp"], normed) if c.experts else mlp(p["mlp"], normed))
+        experts = None if given is None else given[layer]
+        x = x + (mixture(c, p["mlp"], normed, experts) if c.experts else mlp(p["mlp"], normed))
     return norm(x, wide["norm"], c.norm_eps)
 
 

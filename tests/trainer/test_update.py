@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -238,17 +239,21 @@ def test_no_array_of_all_tokens_by_vocabulary_exists(params: Any, learner: MakeL
         assert all(int(np.prod(shape)) != 32 * VOCAB for shape in shapes)
 
 
-@pytest.mark.slow
-def test_routers_are_counted_over_all_tokens_of_the_batch():
-    """Each once, whatever the micro-batches and minibatches; without a gradient for a balanced load."""
+def learner_of_mixture(**settings: Any) -> Learner:
     sizes = dict(layers=2, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=8)
     experts = dict(experts=6, experts_per_token=2, expert_width=4)
     config = ModelConfig(vocab_size=VOCAB, **sizes, **experts)
     model = Model(config, CharTokenizer("".join(map(chr, range(97, 132)))))
-    params = random_params(model, 0)
-    settings = {"preset": "grpo", "kl": {"coef": 0.0}, "group_size": 4, "minibatches": 2}
-    algorithm = AlgorithmConfig.model_validate(preset_settings(settings))
-    of = Learner(model, algorithm, optax.sgd(0.0), rows=2, length=LENGTH, logp_chunk=8, remat="none")
+    chosen = {"preset": "grpo", "kl": {"coef": 0.0}, "group_size": 4, "minibatches": 2, **settings}
+    algorithm = AlgorithmConfig.model_validate(preset_settings(chosen))
+    return Learner(model, algorithm, optax.sgd(0.0), rows=2, length=LENGTH, logp_chunk=8, remat="none")
+
+
+@pytest.mark.slow
+def test_routers_are_counted_over_all_tokens_of_the_batch():
+    """Each once, whatever the micro-batches and minibatches; without a gradient for a balanced load."""
+    of = learner_of_mixture()
+    config, params = of.model.config, random_params(of.model, 0)
     groups = make_groups()
     packed = pack(groups, 2, LENGTH, 2, "repeated")
     _, metrics = trained(of, params, packed)
@@ -266,3 +271,49 @@ def test_routers_are_counted_over_all_tokens_of_the_batch():
     assert metrics["router_entropy"] == pytest.approx(entropy, rel=1e-4)
     of_expert = sum(load) @ every.sum(0) / len(every) ** 2
     assert metrics["router_balance_loss"] == pytest.approx(6 * of_expert, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_tokens_pass_through_the_experts_that_their_samples_name():
+    """Proximal log-probs, against the float64 reference; the share of tokens whose experts are others."""
+    of = learner_of_mixture(routes="replay", proximal="recompute")
+    config, params, rng = of.model.config, random_params(of.model, 0), np.random.default_rng(5)
+    groups = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(one, experts=drawn_experts(rng, len(one.tokens))) for one in group.trajectories
+            ),
+        )
+        for group in make_groups()
+    ]
+    batch = pack(groups, 2, LENGTH, 2, "repeated")
+    assert batch.experts.dtype == np.uint8 and batch.experts.shape == (*batch.tokens.shape, 4)
+    assert (batch.experts[batch.segment_ids == 0] == 255).all()
+    state = of.init(params)
+    prepared = of.prepare(state, batch)
+    found = np.asarray(prepared.proximal_logp)
+    differing, layers = 0, []
+    flat = [one for group in groups for one in group.trajectories]
+    for number, one in enumerate(flat, 1):
+        given = one.experts.reshape(-1, 2, 2).transpose(1, 0, 2)
+        routed: list[np.ndarray] = []
+        hidden = reference.hidden(config, params, one.tokens, routed, given)
+        logits = hidden @ np.float64(params["embedding"]).T[:, : of.model.tokenizer.vocab_size]
+        logits = logits / one.sampling.temperature
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        at = np.flatnonzero(one.loss_mask)
+        want = logp[at - 1, one.tokens[at]]
+        np.testing.assert_allclose(found[(batch.segment_ids == number) & batch.loss_mask], want, atol=2e-4)
+        own = np.sort([np.argsort(-each, axis=1)[:, :2] for each in routed], axis=-1)
+        differing += int(((own != np.sort(given, axis=-1)).any(-1) & (given[..., 0] != 255)).sum())
+        layers.append(2 * len(one.tokens))
+    _, metrics = of.update(state, prepared)
+    assert metrics["routes_differ"] == pytest.approx(differing / sum(layers)) and differing
+
+
+def drawn_experts(rng: np.random.Generator, tokens: int) -> np.ndarray:
+    """(tokens, 4) of two layers; the last token has none."""
+    found = np.stack([rng.permutation(6)[:2] for _ in range(2 * tokens)]).astype(np.uint8).reshape(tokens, 4)
+    found[-1] = 255
+    return found
