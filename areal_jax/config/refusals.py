@@ -70,6 +70,8 @@ def _of_reference_answers(a: AlgorithmConfig) -> Iterator[str]:
             "algorithm.samples=reference with group_filter=signal: the answers of a group are the same, so "
             "every group would be dropped; set algorithm.group_filter=none"
         )
+    if a.routes == "replay":
+        yield f"algorithm.samples=reference with routes=replay: {why}; set algorithm.routes=own"
     yield from _of_gates(a, "algorithm.samples=reference")
     yield from _of_reductions(a)
 

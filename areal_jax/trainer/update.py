@@ -32,7 +32,7 @@ from areal_jax.trainer.forward import Forward, asked_tokens
 from areal_jax.trainer.state import KLControl, kl_coef
 from areal_jax.trainer.trainable import Trainable
 from areal_jax.trainer.update_metrics import Sums, token_sums, value_sums
-from areal_jax.types import Batch, PolicyOutputs, PreparedBatch
+from areal_jax.types import ArealError, Batch, PolicyOutputs, PreparedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +194,11 @@ class Objective:
         self, params: Params, critic: Params | None, micro: Batch | PreparedBatch
     ) -> tuple[TokenStats, Float[Array, "R T"] | None, RouterSums | None]:
         """Returns the results of `outputs`, and what the routers did with all of the micro-batch's tokens."""
+        if self.algorithm.routes == "replay" and micro.experts is None:
+            raise ArealError(
+                "algorithm.routes=replay, but the batch names no experts; sample it by hosts with the same "
+                "setting, or set algorithm.routes=own"
+            )
         hidden, routers = self.forward.routed(params, micro)
         stats = self.forward.stats(params, hidden, asked_tokens(micro))
         if critic is None or self.critic is None:

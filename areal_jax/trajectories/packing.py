@@ -219,6 +219,7 @@ def _check(samples: list[Trajectory], flat: list[Trajectory], lengths: np.ndarra
     if unscored := [sample.sample for sample in samples if sample.reward is None]:
         raise PackingError(f"{unscored[0]} has no reward; score its group before it is packed")
     width = None if flat[0].support is None else flat[0].support.shape[1:]
+    routes = None if flat[0].experts is None else flat[0].experts.shape[1:]
     for trajectory, tokens in zip(flat, lengths.tolist(), strict=True):
         if not 1 <= tokens <= length:
             raise PackingError(
@@ -229,4 +230,9 @@ def _check(samples: list[Trajectory], flat: list[Trajectory], lengths: np.ndarra
             raise PackingError(
                 f"{trajectory.sample} and {flat[0].sample} differ in the number of kept token ids per "
                 "position; sample all trajectories with the same generation.top_k and generation.support_size"
+            )
+        if routes != (None if trajectory.experts is None else trajectory.experts.shape[1:]):
+            raise PackingError(
+                f"{trajectory.sample} and {flat[0].sample} differ in the number of experts per token; sample "
+                "all trajectories with the same model and the same algorithm.routes"
             )

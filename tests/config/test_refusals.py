@@ -347,6 +347,14 @@ def test_what_cannot_be_exact_is_refused(words: str, message: str):
         load_config(*words.split(), "trainer.numerics=exact")
 
 
+@pytest.mark.parametrize("word", ["trainer.numerics=exact", "trainer.compute=tree", "trainer.compute=auto"])
+def test_routes_are_not_replayed_where_they_agree_or_are_several(word: str):
+    load_config(word)
+    message = f"algorithm.routes=replay with .*{word}.*set algorithm.routes=own, or trainer.numerics=bounded"
+    with pytest.raises(ConfigError, match=message):
+        load_config(word, "algorithm.routes=replay")
+
+
 def test_feature_major_weights_need_one_device_per_host():
     load_config("runtime.host_tensor=2", "generation.weight_layout=split")
     with pytest.raises(ConfigError, match="weight_layout=feature_major with runtime"):

@@ -11,8 +11,9 @@ from areal_jax.replay.bundle_file import Bundle, BundleError, groups_from_plain,
 from areal_jax.runtime.batch_figures import batch_figures
 from areal_jax.trajectories.age_mask import trained_tokens
 from areal_jax.trajectories.paths import paths_of
+from areal_jax.types import Group, Prompt, SampleId
 from tests.trainer.branches import branched_groups
-from tests.trajectories.samples import assert_same
+from tests.trajectories.samples import assert_same, trajectory
 
 
 @pytest.mark.parametrize("is_redacted", [False, True])
@@ -32,6 +33,14 @@ def test_samples_that_branched_are_read_back(is_redacted: bool):
             assert one.reward == other.reward
             for path, copy in zip(paths_of(one), paths_of(other), strict=True):
                 assert_same(path, replace(copy, reward=path.reward))
+
+
+def test_experts_are_read_back():
+    members = tuple(trajectory(SampleId(0, member), 5, experts=4) for member in range(2))
+    plain, tensors = groups_to_plain([Group(0, Prompt("?"), members)], False)
+    (found,) = groups_from_plain(Bundle({"batch": json.loads(json.dumps(plain))}, tensors), {})
+    for one, other in zip(members, found.trajectories, strict=True):
+        assert_same(one, other)
 
 
 def test_figures_of_a_batch_count_samples_and_the_tokens_of_all_paths():

@@ -28,6 +28,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         ),
         stop_reason=draw(st.sampled_from(["stop", "length"])),
         support=draw(st.none() | arrays(np.int32, (n, width), elements=INT32)),
+        experts=draw(st.none() | arrays(np.uint8, (n, width))),
         reward=draw(st.none() | st.floats(allow_nan=False)),
         reward_parts=draw(st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=3)),
         reward_note=draw(st.text(max_size=9)),
@@ -37,7 +38,11 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 def trajectory(
-    sample: SampleId, length: int = 6, reward: float | None = 0.5, support: int | None = None
+    sample: SampleId,
+    length: int = 6,
+    reward: float | None = 0.5,
+    support: int | None = None,
+    experts: int | None = None,
 ) -> Trajectory:
     """One of `length` tokens, a third of them prompt; every value tells its sample and its place."""
     place = np.arange(length, dtype=np.int32)
@@ -46,6 +51,9 @@ def trajectory(
     ids = None
     if support is not None:
         ids = (base + place[:, None] + np.arange(support)).astype(np.int32)
+    routes = None
+    if experts is not None:
+        routes = (sample.member + place[:, None] + np.arange(experts)).astype(np.uint8)
     return Trajectory(
         sample=sample,
         tokens=base + place,
@@ -56,6 +64,7 @@ def trajectory(
         sampling=Sampling(temperature=0.5 + sample.member, max_tokens=9),
         stop_reason="length" if sample.member == 1 else "stop",
         support=ids,
+        experts=routes,
         reward=reward,
     )
 
@@ -74,7 +83,7 @@ def group(ordinal: int, lengths: list[int]) -> Group:
 
 def assert_same(one: Trajectory, other: Trajectory) -> None:
     """Equal in every field, bit for bit in the arrays."""
-    for name in ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support"):
+    for name in ("tokens", "loss_mask", "behavior_logp", "versions", "turn_ids", "support", "experts"):
         left, right = getattr(one, name), getattr(other, name)
         if left is None or right is None:
             assert left is right, name

@@ -166,6 +166,22 @@ def test_supports_travel_or_are_refused_where_they_differ():
             pack([with_support(differing)], rows=2, length=6)
 
 
+def test_experts_travel_or_are_refused_where_they_differ():
+    def with_experts(widths: list[int | None]) -> Group:
+        made = [trajectory(SampleId(0, m), 4, experts=width) for m, width in enumerate(widths)]
+        return Group(0, Prompt("?"), tuple(made))
+
+    made = with_experts([6, 6])
+    batch = pack([made], rows=2, length=6)
+    for segment, one in enumerate(made.trajectories, 1):
+        np.testing.assert_array_equal(batch.experts[batch.segment_ids == segment], one.experts)
+    assert batch.experts.dtype == np.uint8 and np.all(batch.experts[:, 4:] == 255)
+    assert pack([with_experts([None])], rows=2, length=6).experts is None
+    for differing in ([6, None], [None, 6], [6, 4]):
+        with pytest.raises(PackingError, match=r"SampleId\(ordinal=0, member=1.*experts per token"):
+            pack([with_experts(differing)], rows=2, length=6)
+
+
 def test_what_cannot_be_packed_is_named_with_its_remedy():
     good = group(0, [3, 3])
     unscored = dataclasses.replace(good.trajectories[1], reward=None)
