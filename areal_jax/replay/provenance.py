@@ -14,6 +14,7 @@ from areal_jax.algorithms.sampling import GENERATOR, sample_key
 from areal_jax.assembly.run_folder import open_journal, run_config, sample_id
 from areal_jax.config.tree import Config
 from areal_jax.control import events as e
+from areal_jax.models.experts import NO_EXPERT
 from areal_jax.report.viewer import Viewer
 from areal_jax.runtime.differences import name_of
 from areal_jax.trajectories.sqlite import SqliteQueue
@@ -45,6 +46,10 @@ class Provenance:
     """The hosts that decoded the sample, in order; several if the sample was moved."""
     rebuilds: int
     """How often the KV before the token had been computed again under a newer version."""
+    experts: tuple[int, ...] | None
+    """Of each layer in turn, the numbers of the experts through which its host passed it on to later tokens;
+    None: not kept, or nothing was sampled after it.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as values that JSON can represent."""
@@ -53,7 +58,7 @@ class Provenance:
     def lines(self) -> list[str]:
         """Returns the fields as text, a line each."""
         s, kept = self.sampling, "all ids" if self.support is None else f"{len(self.support)} ids"
-        return [
+        lines = [
             f"sample {self.sample}, token {self.token}: id {self.id}, {self.text!r}",
             f"weights: version {self.version}, digest as published {self.digest}",
             f"random key: {self.key[0]:08x} {self.key[1]:08x}",
@@ -62,6 +67,9 @@ class Provenance:
             f"log-prob when sampled: {self.logp!r}",
             f"turn {self.turn}, on {', then '.join(self.hosts)}; its KV rebuilt {self.rebuilds} times",
         ]
+        if self.experts is not None:
+            lines.append(f"experts, layer after layer: {' '.join(map(str, self.experts))}")
+        return lines
 
 
 def provenance(folder: Path, name: str, token: int) -> Provenance:
@@ -91,7 +99,14 @@ def provenance(folder: Path, name: str, token: int) -> Provenance:
             turn=int(one.turn_ids[token]),
             hosts=hosts,
             rebuilds=sum(count <= token for count in finished.rebuilds),
+            experts=_experts(one, token),
         )
+
+
+def _experts(one: Trajectory, token: int) -> tuple[int, ...] | None:
+    if one.experts is None or one.experts[token, 0] == NO_EXPERT:
+        return None
+    return tuple(one.experts[token].tolist())
 
 
 def _require_sampled(one: Trajectory, token: int) -> None:
