@@ -74,6 +74,29 @@ def test_dr_grpo_divides_by_what_a_sample_may_have_in_all_its_turns(tmp_path):
     assert constants == {"one turn": None, "several": 24.0, "given": 7.0, "not read": None}
 
 
+def test_routes_need_experts_samples_of_one_turn_and_memory(tmp_path):
+    """Eight groups in flight of 4 samples of 24 tokens, 2 layers of 2 experts each: 3 kB."""
+
+    def opened(task: Task, *words: str, experts: int = 8) -> Any:
+        mixture = f"model.overrides={{experts: {experts}, experts_per_token: 2, expert_width: 16}}"
+        return open_inputs(small(tmp_path, "algorithm.routes=replay", mixture, *words), [task])
+
+    assert opened(OneText("a")).model.config.experts == 8
+    with pytest.raises(ArealError, match=r"routes=replay with a model without experts; set algorithm.routes"):
+        open_inputs(small(tmp_path, "algorithm.routes=replay"), [OneText("a")])
+    with pytest.raises(ArealError, match=r"with a model with 300 experts, of at most 255; set"):
+        opened(OneText("a"), experts=300)
+    talks = OneText("a")
+    talks.workflow = two_turns
+    with pytest.raises(ArealError, match=r"routes=replay with tasks.OneText, which has a workflow"):
+        opened(talks)
+    eta = "control.max_staleness=1"
+    needed = 2 * 4 * 4 * 24 * 4 / 2**30
+    opened(OneText("a"), eta, f"algorithm.routes_gib={1.01 * needed}")
+    with pytest.raises(ArealError, match=r"for the routes of 8 groups in flight, more than .*routes_gib=2"):
+        opened(OneText("a"), eta, f"algorithm.routes_gib={0.99 * needed}")
+
+
 def test_a_support_beyond_the_vocabulary_is_refused(tmp_path):
     """Before anything starts, and also by an engine without a run."""
     config = small(tmp_path, "generation.top_k=8", "generation.support_size=4096")

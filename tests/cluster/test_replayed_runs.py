@@ -115,14 +115,36 @@ def test_twenty_steps_replay_without_a_bit_of_difference(
         check_replayed(folder, on_one_device.submit(replay, folder).result(DEADLINE_S))
 
 
+MIXTURE = (
+    "model.overrides={width: 16, heads: 2, kv_heads: 2, head_dim: 8, mlp_width: 32, experts: 8, "
+    "experts_per_token: 2, expert_width: 16, has_unit_weights: true}"
+)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", sorted(CHANGING))
+def test_routes_replay_without_a_bit_of_difference(
+    tmp_path: Path, on_one_device: ProcessPoolExecutor, strategy: str
+):
+    """Kept where a version finds samples under way: with their KV rebuilt, kept, or moved to another host."""
+    require("redis-server")
+    folder = tmp_path / "run"
+    words = [str(RECIPE), f"run.dir={folder}", *SHARED, f"control.strategy={strategy}", *STRATEGIES[strategy]]
+    words += ["launch.accelerator=cpu", "algorithm.routes=replay", MIXTURE]
+    finish(folder, 1, "launch", "local", *words, is_changing=True)
+    assert audit_run(folder).ok
+    check_hard(folder, strategy, is_killed=False)
+    assert any(row["routes_differ"] > 0 for row in read_rows(folder))
+    check_replayed(folder, on_one_device.submit(replay, folder).result(DEADLINE_S))
+
+
 @pytest.mark.soak
 def test_a_mixture_on_several_devices_is_killed_and_resumed(tmp_path: Path):
     """The trainer's four devices split its experts and its other parameters; a host's two its experts."""
     require("redis-server")
-    folder, sizes = tmp_path / "run", "width: 16, heads: 2, kv_heads: 2, head_dim: 8, mlp_width: 32"
-    mixture = "experts: 8, experts_per_token: 2, expert_width: 16, has_unit_weights: true"
+    folder = tmp_path / "run"
     words = [str(RECIPE), f"run.dir={folder}", *SHARED, "launch.accelerator=cpu", "trainer.batch_size=8"]
-    words += [f"model.overrides={{{sizes}, {mixture}}}", "trainer.mesh={expert: 2, fsdp: 2}"]
+    words += [MIXTURE, "trainer.mesh={expert: 2, fsdp: 2}", "algorithm.routes=replay"]
     kill_at(STEPS // 2, folder, 1, "launch", "local", *words, "runtime.host_tensor=2")
     finish(folder, 1, "launch", "local", str(folder), is_changing=True)
     assert audit_run(folder).ok and any(changed(folder))
