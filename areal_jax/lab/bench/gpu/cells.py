@@ -39,7 +39,8 @@ from areal_jax.lab.bench.measure import (
 from areal_jax.lab.bench.parity import parity
 from areal_jax.lab.bench.sync import sync
 from areal_jax.models.device_layout import WeightLayout
-from areal_jax.models.kernels import packed_attention, paged_attention
+from areal_jax.models.experts import Arithmetic, Rows, block_size, product
+from areal_jax.models.kernels import expert_products, packed_attention, paged_attention
 from areal_jax.models.kv_pages import KVPages
 from areal_jax.plan.bounds import products
 from areal_jax.plan.costs import written
@@ -165,6 +166,39 @@ def paged_kernel(
         "fraction_of_bandwidth": read / seconds / read_bandwidth(),
         "chunk_s": chunk_s,
         "chunk_flops_per_s": 4 * heads * head_dim * int(lengths.sum()) / chunk_s,
+    }
+
+
+def expert_kernel(
+    *, path: str, experts: int, k: int, inputs: int, outputs: int, tokens: int, repeats: int = 5
+) -> dict[str, Any]:
+    """Tries and measures the products of a mixture's experts by the kernels named `path`; blocks: JAX code.
+
+    The figures are as in `packed_kernel`, of the product of `tokens` x `k` sorted rows in bfloat16 with one
+    matrix of each of the experts, which are equally busy; `flops_per_s` is the speed of the first.
+    """
+    figures: dict[str, Any] = {}
+    kernels = None if path == packed_attention.BLOCKS else expert_products.KERNELS[path]
+    if kernels is not None:
+        trial = expert_products.self_test(kernels, experts, inputs, outputs)
+        figures = {"problem": trial.problem, "gap": trial.gap}
+        if trial.problem:
+            return figures
+    numbers = np.random.default_rng(0)
+    chosen = np.stack([numbers.permutation(experts)[:k] for _ in range(tokens)])
+    rows = Rows.of(jnp.asarray(chosen), experts, block_size(tokens * k, experts))
+    x, matrices = (
+        jax.random.normal(jax.random.key(i), shape, "bfloat16")
+        for i, shape in enumerate([(len(rows.order), inputs), (experts, inputs, outputs)])
+    )
+    by = Arithmetic("bfloat16", kernels=kernels)
+    out = lambda x, matrices: product(x, matrices, rows.starts, rows.block, by).sum()  # noqa: E731
+    forward, both = jax.jit(out), jax.jit(jax.grad(out, (0, 1)))
+    seconds = median_s(lambda: forward(x, matrices), repeats)
+    return figures | {
+        "forward_s": seconds,
+        "both_s": median_s(lambda: both(x, matrices), repeats),
+        "flops_per_s": 2 * tokens * k * inputs * outputs / seconds,
     }
 
 
@@ -340,8 +374,8 @@ def repeated_update(*, shape: str, rows: int, length: int, dtype: str = "bfloat1
 CALLS: Mapping[str, Callable[..., dict[str, Any]]] = {
     call.__name__: call
     for call in (
-        versions, matrix_product, memory, packed_kernel, paged_kernel, decoding, moves, training,
-        log_prob_gap, canary_log_probs, repeated_update, whole_run, sample, prefill, swap, loop, sync,
+        versions, matrix_product, memory, packed_kernel, paged_kernel, expert_kernel, decoding, moves,
+        training, log_prob_gap, canary_log_probs, repeated_update, whole_run, sample, prefill, swap, loop, sync,
     )
 }  # fmt: skip
 """Name -> measurement."""

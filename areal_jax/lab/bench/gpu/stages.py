@@ -52,6 +52,8 @@ class Sizes:
     """Query heads, kv heads and head dimension of each attention that is tried."""
     lengths: tuple[int, ...]
     """Tokens of a row in the trials of packed attention; only the first heads are tried at all of them."""
+    experts: tuple[int, int, int, int]
+    """Experts of a mixture, experts a token, inputs and outputs of an expert's matrix."""
     page_tokens: tuple[int, ...]
     long_pool_tokens: int
     """Tokens of a pool of KV pages whose bytes need offsets of more than 32 bits; 0: it is not tried."""
@@ -78,6 +80,7 @@ class Sizes:
 FULL = Sizes(
     heads=((12, 2, 128), (9, 3, 64), (8, 8, 128)),
     lengths=(4096, 512),
+    experts=(128, 8, 2048, 768),
     page_tokens=(64, 16),
     # Two layers of 2 kv heads of 128 in bfloat16 take 1 KiB a token, half of it keys.
     long_pool_tokens=9 * 2**20,
@@ -98,6 +101,7 @@ FULL = Sizes(
 TINY = Sizes(
     heads=((4, 2, 16),),
     lengths=(64,),
+    experts=(8, 2, 16, 24),
     page_tokens=(16,),
     long_pool_tokens=0,
     slots=(4,),
@@ -171,8 +175,17 @@ def _kernels(s: Sizes) -> tuple[Cell, ...]:
         for name, page, dtype, tokens in pools
     ]
     blocks = packed("blocks", s.heads[0], s.lengths[0])
-    # The model's own heads come first, with both kinds of kernel; then the other heads.
-    return *kernels[:2], *paged, *kernels[2:], blocks
+    names = ("experts", "k", "inputs", "outputs")
+    products = [
+        Cell(
+            f"experts, {path}, {s.row_tokens} tokens",
+            "expert_kernel",
+            dict(path=path, tokens=s.row_tokens, **dict(zip(names, s.experts, strict=True))),
+        )
+        for path in ("triton", "blocks")
+    ]
+    # The model's own heads come first, with both kinds of kernel; then experts and the other heads.
+    return *kernels[:2], *paged, *products, *kernels[2:], blocks
 
 
 def _decode(shape: str, s: Sizes) -> tuple[Cell, ...]:
