@@ -375,7 +375,8 @@ CALLS: Mapping[str, Callable[..., dict[str, Any]]] = {
     call.__name__: call
     for call in (
         versions, matrix_product, memory, packed_kernel, paged_kernel, expert_kernel, decoding, moves,
-        training, log_prob_gap, canary_log_probs, repeated_update, whole_run, sample, prefill, swap, loop, sync,
+        training, log_prob_gap, canary_log_probs, repeated_update, whole_run, sample, prefill, swap, loop,
+        sync,
     )
 }  # fmt: skip
 """Name -> measurement."""
