@@ -120,7 +120,8 @@ def _kv_pages(config: Config, model: Model) -> tuple[str, int]:
     c, g, shards = model.config, config.generation, config.runtime.host_tensor
     room, page = g.kv_tokens or g.slots * g.length, g.tokens_per_page
     dtype = c.dtype if g.kv_dtype == "auto" else g.kv_dtype
-    abstract = jax.eval_shape(lambda: model.kv_pages(room // page, page, dtype))
+    has_routes = config.algorithm.routes == "replay"
+    abstract = jax.eval_shape(lambda: model.kv_pages(room // page, page, dtype, keeps_experts=has_routes))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
     return f"KV pages, {room} tokens, {dtype}", size // (shards if c.kv_heads % shards == 0 else 1)
 

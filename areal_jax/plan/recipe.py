@@ -284,16 +284,19 @@ def _abstract_tree_batch(config: Config, learner: Learner) -> PreparedBatch:
 def _abstract_prepared(config: Config, learner: Learner, rows: int, shares_prompts: bool) -> PreparedBatch:
     a, g = config.algorithm, config.generation
     sizes = {"B": rows, "T": learner.length, "S": config.trainer.batch_size * a.group_size}
-    sizes["K"] = g.support_size
+    c = learner.model.config
+    sizes |= {"K": g.support_size, "E": c.layers * c.experts_per_token}
     given = set(Batch._fields[: Batch._fields.index("support")])
     given |= {"support"} if g.support_size else set()
     given |= {"subtree_ends"} if shares_prompts else set()
+    given |= {"experts"} if a.routes == "replay" else set()
     kinds = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
 
     def one(name: str) -> jax.ShapeDtypeStruct | None:
         axes, kind = AXES[name]
         shape = tuple(sizes[axis] for axis in axes)
-        return jax.ShapeDtypeStruct(shape, kinds[kind]) if name in given else None
+        dtype = jnp.uint8 if name == "experts" else kinds[kind]
+        return jax.ShapeDtypeStruct(shape, dtype) if name in given else None
 
     batch = Batch(*map(one, Batch._fields))
     score = jax.ShapeDtypeStruct((rows, learner.length), jnp.float32)

@@ -192,7 +192,11 @@ def expert_kernel(
         for i, shape in enumerate([(len(rows.order), inputs), (experts, inputs, outputs)])
     )
     by = Arithmetic("bfloat16", kernels=kernels)
-    out = lambda x, matrices: product(x, matrices, rows.starts, rows.block, by).sum()  # noqa: E731
+
+    def out(x: jax.Array, matrices: jax.Array) -> jax.Array:
+        found: Any = product(x, matrices, rows.starts, rows.block, by)
+        return found.sum()
+
     forward, both = jax.jit(out), jax.jit(jax.grad(out, (0, 1)))
     seconds = median_s(lambda: forward(x, matrices), repeats)
     return figures | {
