@@ -42,8 +42,10 @@ MUTANTS = {  # file below areal_jax -> (what the change breaks, the old text, th
     "models/experts.py": [
         ("the weights of a token's experts do not sum to 1", "if has_unit_weights:", "if False:"),
         ("of equally likely experts the higher number is taken",
-         "experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), k)[1]",
-         "experts = jnp.argsort(probabilities)[..., : -k - 1 : -1]"),
+         "own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), k)[1]",
+         "own = jnp.argsort(probabilities)[..., : -k - 1 : -1]"),
+        ("a token's given experts are chosen anew",
+         "jnp.where(experts[..., :1] == NO_EXPERT, own, experts.astype(own.dtype))", "own"),
         ("a block keeps the rows of the next expert that it has computed",
          "fori_loop(0, blocks.count, one, jnp.zeros((len(rows)",
          "fori_loop(0, blocks.count, lambda i, out: one(blocks.count - 1 - i, out), jnp.zeros((len(rows)"),

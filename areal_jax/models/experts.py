@@ -29,8 +29,6 @@ FEWEST = 8
 """Fewest rows of a block, for fast products."""
 WHOLE = 32_768
 """So many rows are computed at once by each of several devices, though it has a part of the experts."""
-
-
 NO_EXPERT = 255
 """Number of the experts of a token whose experts are not known; experts have numbers below it."""
 
