@@ -16,7 +16,7 @@ from tests.runtime.test_rows import BATCH, TRAINED, make
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs" / "cli.md").read_text().split("\n## The metrics row\n")[1].split("\n### ")[0]
 FIELDS = [name for line in re.findall(r"^\| (`.*?) \|", SECTION, re.MULTILINE) for name in line.split(", ")]
-MADE_IN = ("runtime", "trainer", "trajectories", "algorithms")
+MADE_IN = ("runtime", "trainer", "trajectories", "algorithms", "models")
 """The rooms that make figures of a row."""
 
 
