@@ -64,7 +64,6 @@ class BatchPlan(NamedTuple):
     length: int  # T
     layout: BatchLayout
     support: int  # K; 0 = no support
-    experts: int  # E; 0 = no experts
     samples: np.ndarray  # (S, 3) int64: ordinal, member, attempt
     tokens: np.ndarray  # (S,) int64: a trajectory's length
     reward: np.ndarray  # (S,) float32
@@ -80,6 +79,7 @@ class BatchPlan(NamedTuple):
     """What was decided about the computation, as fields of the step's metrics row (`runtime.compute_choice`).
     `compute` is packed or tree; `tree_costs`, if given, `LeafCosts` by which leaves are cut over devices.
     """
+    experts: int = 0  # E; 0 = no experts
 
     def sources(self, rows: np.ndarray) -> dict[int, SampleId]:
         """Returns, for the trajectories with tokens in the given rows: index in the plan -> SampleId."""
