@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.config import ModelConfig
@@ -25,6 +26,7 @@ from areal_jax.models.experts import (
     routes,
     window_size,
 )
+from areal_jax.models.mlp import Mixture
 from areal_jax.models.model import Model
 from areal_jax.models.transformer import Execution
 from areal_jax.parallel.mesh import make_mesh, param_shardings, rows_over
@@ -167,6 +169,17 @@ def test_blocks_cover_each_experts_rows_and_are_no_more_than_needed():
 )
 def test_a_block_has_about_as_many_rows_as_an_expert(rows: int, experts: int, size: int):
     assert block_size(rows, experts) == size
+
+
+def test_padding_tokens_pass_through_no_expert():
+    """They would fill blocks of the experts that they happen to be sent to."""
+    mixture = Mixture(ModelConfig(**{**SIZES, "shared_width": 0}), nnx.Rngs(0))
+    x, attend = (
+        jnp.asarray(RNG.normal(size=(1, 5, 8)), jnp.float32),
+        PackedAttention(jnp.array([[1, 1, 2, 0, 0]])),
+    )
+    found = mixture.mixed(x, mixture.routes(x), attend, None, None)
+    assert (found[0, 3:] == 0).all() and (jnp.abs(found[0, :3]).max(-1) > 1e-3).all()
 
 
 # --- what routers did ---------------------------------------------------------------------------------------
