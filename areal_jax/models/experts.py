@@ -30,7 +30,7 @@ FEWEST = 8
 WHOLE = 32_768
 """So many rows are computed at once by each of several devices, though it has a part of the experts."""
 NO_EXPERT = 255
-"""Number of the experts of a token whose experts are not known; experts have numbers below it."""
+"""Stands in place of each expert of a token if they are not known; experts have lower numbers."""
 
 
 class Routes(NamedTuple):
@@ -54,7 +54,7 @@ class RouterSums(NamedTuple):
     entropy: Float[Array, " L"]
     """Sum of the entropies of the tokens' probabilities, in nats."""
     differing: Float[Array, " L"] | None = None
-    """Number of tokens whose given experts are others than the router chooses; None: none are given."""
+    """Number of tokens with other given experts than the router chooses; None: none are given."""
 
     @classmethod
     def zeros(cls, layers: int, experts: int, dtype: str, are_given: bool = False) -> RouterSums:
