@@ -9,8 +9,12 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from areal_jax.plan.costs import Costs, costs_of
 from areal_jax.plan.hlo import parse
@@ -53,6 +57,21 @@ class PlannedProgram:
         return self.seconds[self.bound]
 
 
+@contextmanager
+def lines_of_today() -> Iterator[None]:
+    """Within it, no program comes from jax's cache that was compiled when operations stood on other lines.
+
+    The key of the cache then holds the lines, which jax otherwise leaves out.
+    """
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 def plan_program(one: RecipeProgram, target: Target) -> PlannedProgram:
     """Compiles the program for the devices of its arguments, and returns what was compiled.
 
@@ -61,7 +80,8 @@ def plan_program(one: RecipeProgram, target: Target) -> PlannedProgram:
     started = time.perf_counter()
     try:
         lowered = one.lower()
-        compiled = lowered.compile()
+        with lines_of_today():
+            compiled = lowered.compile()
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error) else ""
         raise ArealError(

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.device_layout import laid_out
 from areal_jax.models.model import Model
-from areal_jax.plan.bounds import products, seconds
+from areal_jax.plan.bounds import lines_of_today, products, seconds
 from areal_jax.plan.costs import Assumed, Collective, Costs, Moved, Traffic, costs_of, group_size, written
 from areal_jax.plan.hlo import arrays_of, parse
 from areal_jax.plan.targets import TARGETS
@@ -23,7 +23,8 @@ from areal_jax.tasks.tokenizers import CharTokenizer
 
 
 def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
-    return parse(jax.jit(function, **options).lower(*arguments).compile().as_text())
+    with lines_of_today():
+        return parse(jax.jit(function, **options).lower(*arguments).compile().as_text())
 
 
 def f32(*shape: int, on: Any = None) -> jax.ShapeDtypeStruct:
@@ -96,6 +97,20 @@ def test_traffic_names_arrays_operation_and_line_and_the_largest_come_first():
     assert sum(one.bytes * count for one, count in every) == costs.bytes
     (summed,) = (one for one, _ in every if one.operation.endswith("/reduce_sum"))
     assert (summed.reads[0], summed.writes) == (Moved("f32[128,128]", 2**16), (Moved("f32[]", 4),))
+
+
+def test_a_program_that_the_cache_holds_from_another_line_is_compiled_again():
+    def tanh(x: Any) -> Any:
+        return jnp.tanh(x)
+
+    def moved(x: Any) -> Any:
+        return jnp.tanh(x)
+
+    moved.__name__ = moved.__qualname__ = tanh.__qualname__
+    tanh.__name__ = moved.__name__
+    for of in (tanh, moved):
+        ((one, _),) = costs_of(compiled(of, f32(32, 1024))).largest_traffic(1.0)
+        assert one.line.endswith(f"tests/plan/test_costs.py:{of.__code__.co_firstlineno + 1}")
 
 
 def test_what_writes_a_whole_array_is_found():

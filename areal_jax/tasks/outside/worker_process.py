@@ -100,7 +100,7 @@ class _Life:
         self._guard = threading.Lock()
         self._outgoing: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        bodies = self._write, self._read, self._read_errors
+        bodies = self._read_errors, self._read, self._write  # the second waits for the first's end
         self._threads = [threading.Thread(target=body, name="outside", daemon=True) for body in bodies]
         for thread in self._threads:
             thread.start()
@@ -170,7 +170,7 @@ class _Life:
                 future.set_result(answer["result"])
         self._process.wait()
         self._kill()  # what it started may have outlived it, and hold its stderr
-        self._threads[2].join(END_S)  # the last lines on stderr say why
+        self._threads[0].join(END_S)  # the last lines on stderr say why
         with self._guard:
             self.is_over = True
             pending = list(self._pending.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -62,6 +63,25 @@ def test_a_dead_worker_fails_its_requests_with_its_last_words_and_another_one_st
         with pytest.raises(TaskError, match=r"ended with status 3; .*\n  the library is broken"):
             future.result(HANG_S)
     assert run(worker, RIGHT).result(HANG_S)["value"] == 0.5
+
+
+def test_a_worker_that_dies_while_its_threads_start_fails_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each thread runs for as long as it can before the next one starts."""
+    start = threading.Thread.start
+
+    def start_and_wait(thread: threading.Thread) -> None:
+        start(thread)
+        thread.join(1.0)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_wait)
+    (program := tmp_path / "dies.py").write_text("raise SystemExit('no library')")
+    with (
+        closing(WorkerProcess("verifiers", sys.executable, {}, program)) as worker,
+        pytest.raises(TaskError, match=r"ended with status 1; .*\n  no library"),
+    ):
+        run(worker, RIGHT).result(HANG_S)
 
 
 def test_a_cancelled_request_ends_and_a_blocked_worker_is_killed(
