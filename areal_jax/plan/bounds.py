@@ -61,7 +61,8 @@ class PlannedProgram:
 def lines_of_today() -> Iterator[None]:
     """Within it, no program comes from jax's cache that was compiled when operations stood on other lines.
 
-    The key of the cache then holds the lines, which jax otherwise leaves out.
+    The key of the cache then holds the lines, which jax otherwise leaves out. This is so in all threads of
+    the process, so only one of them may enter.
     """
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
@@ -80,8 +81,7 @@ def plan_program(one: RecipeProgram, target: Target) -> PlannedProgram:
     started = time.perf_counter()
     try:
         lowered = one.lower()
-        with lines_of_today():
-            compiled = lowered.compile()
+        compiled = lowered.compile()
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error) else ""
         raise ArealError(

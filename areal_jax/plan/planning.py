@@ -17,7 +17,7 @@ from areal_jax.assembly.gpus import PRECISION, gpu_environment
 from areal_jax.assembly.memory_table import memory_table
 from areal_jax.config.tree import Config
 from areal_jax.parallel.private_jax import cudnn_attention, pallas_gpus
-from areal_jax.plan.bounds import PlannedProgram, plan_program
+from areal_jax.plan.bounds import PlannedProgram, lines_of_today, plan_program
 from areal_jax.plan.costs import Collective
 from areal_jax.plan.recipe import (
     CONVERTED,
@@ -104,7 +104,8 @@ def largest_traffic(
         raise ArealError(
             f"--bytes {program} is no program of the recipe; its programs: {', '.join(programs)}"
         )
-    costs = _compiled(programs[wanted], config, machine, note).costs
+    with lines_of_today():
+        costs = _compiled(programs[wanted], config, machine, note).costs
     largest = costs.largest_traffic(NAMED_SHARE)
     entries = [
         dataclasses.asdict(one)

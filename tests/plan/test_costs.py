@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,19 +13,26 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax.config.loading import load_config
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.device_layout import laid_out
 from areal_jax.models.model import Model
+from areal_jax.plan import planning
 from areal_jax.plan.bounds import lines_of_today, products, seconds
 from areal_jax.plan.costs import Assumed, Collective, Costs, Moved, Traffic, costs_of, group_size, written
 from areal_jax.plan.hlo import arrays_of, parse
-from areal_jax.plan.targets import TARGETS
+from areal_jax.plan.targets import TARGETS, parse_target
 from areal_jax.tasks.tokenizers import CharTokenizer
 
 
 def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
     with lines_of_today():
-        return parse(jax.jit(function, **options).lower(*arguments).compile().as_text())
+        return compiled_once(function, *arguments, **options)
+
+
+def compiled_once(function: Any, *arguments: Any, **options: Any) -> Any:
+    """As the cache has it, if it does."""
+    return parse(jax.jit(function, **options).lower(*arguments).compile().as_text())
 
 
 def f32(*shape: int, on: Any = None) -> jax.ShapeDtypeStruct:
@@ -99,18 +107,27 @@ def test_traffic_names_arrays_operation_and_line_and_the_largest_come_first():
     assert (summed.reads[0], summed.writes) == (Moved("f32[128,128]", 2**16), (Moved("f32[]", 4),))
 
 
-def test_a_program_that_the_cache_holds_from_another_line_is_compiled_again():
+def test_bytes_of_a_program_that_the_cache_holds_from_another_line_name_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def tanh(x: Any) -> Any:
         return jnp.tanh(x)
 
     def moved(x: Any) -> Any:
         return jnp.tanh(x)
 
-    moved.__name__ = moved.__qualname__ = tanh.__qualname__
-    tanh.__name__ = moved.__name__
+    moved.__name__, moved.__qualname__ = tanh.__name__, tanh.__qualname__
+    one = SimpleNamespace(role="host", name="decode")
+    recipe = SimpleNamespace(sides=[SimpleNamespace(programs=[one])])
+    monkeypatch.setattr(planning, "absent_devices", lambda _: None)
+    monkeypatch.setattr(planning, "open_recipe", lambda *_: recipe)
     for of in (tanh, moved):
-        ((one, _),) = costs_of(compiled(of, f32(32, 1024))).largest_traffic(1.0)
-        assert one.line.endswith(f"tests/plan/test_costs.py:{of.__code__.co_firstlineno + 1}")
+        found_by = partial(compiled_once, of, f32(32, 1024))
+        compile_it = lambda *_, by=found_by: SimpleNamespace(costs=costs_of(by()))  # noqa: E731
+        monkeypatch.setattr(planning, "_compiled", compile_it)
+        found = planning.largest_traffic(load_config(), parse_target("h100"), "host.decode", print)
+        line = found["traffic"][0]["line"]
+        assert line.endswith(f"tests/plan/test_costs.py:{of.__code__.co_firstlineno + 1}")
 
 
 def test_what_writes_a_whole_array_is_found():
