@@ -156,14 +156,16 @@ class Rows(struct.PyTreeNode):
         """Returns each row's token."""
         return _spread(by, x, self)
 
-    def mixed(
-        self, y: Float[Array, "M+B D"], weights: Float[Array, "n k"], by: Arithmetic
-    ) -> Float[Array, "n D"]:
-        """Returns each token's weighted sum of its rows, in the order of its experts.
+    def weights(self, weights: Float[Array, "n k"]) -> Float[Array, "M+B 1"]:
+        """Returns each row's weight."""
+        return _row_weights(weights, self)[:, None]
+
+    def summed(self, y: Float[Array, "M+B D"], by: Arithmetic) -> Float[Array, "n D"]:
+        """Returns the sum of each token's rows, in the order of its experts.
 
         A row without an expert counts 0.
         """
-        return _mixed(by, y, weights, self)
+        return _summed(by, y, self)
 
     def chosen(self, y: Float[Array, "M+B D"]) -> Float[Array, "n k D"]:
         """Returns the rows by token and expert; 0 for a row without an expert."""
@@ -233,24 +235,9 @@ class ExpertKernels(NamedTuple):
     (E, I, O) float32.
     """
     sums: Callable[..., Array]
-    """`sums(y (M, D), place (n, k), weights (n, k))` returns each token's weighted sum of the rows at its
-    places, (n, D) float32; a place of -1 counts 0.
+    """`sums(y (M, D), place (n, k))` returns the sum of the rows at each token's places, (n, D) float32; a
+    place of -1 counts 0.
     """
-
-
-def _sum(by: Arithmetic, y: Array, weights: Array | None, rows: Rows) -> Array:
-    """Returns each token's sum of its rows, weighted by `weights` if given."""
-    if by.kernels is not None:
-        place = jnp.where(rows.has_expert, rows.place, -1)
-        weights = jnp.ones(place.shape, jnp.float32) if weights is None else weights
-        return by.kernels().sums(y, place, weights)
-
-    def row(j: int) -> Array:
-        has_expert, place = rows.has_expert[:, j], rows.place[:, j]
-        own = jnp.where(has_expert[:, None], y[jnp.where(has_expert, place, 0)], 0)
-        return own if weights is None else own * weights[:, j, None]
-
-    return reduce(jnp.add, map(row, range(rows.place.shape[1])))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,35 +245,46 @@ def _spread(by: Arithmetic, x: Array, rows: Rows) -> Array:
     return x[rows.order // rows.place.shape[1]]
 
 
-def _spread_backward(by: Arithmetic, rows: Rows, slope: Array) -> tuple[Array, None]:
-    return _sum(by, slope, None, rows).astype(slope.dtype), None
-
-
-_spread.defvjp(lambda by, x, rows: (_spread(by, x, rows), rows), _spread_backward)
-"""The gradient adds a token's rows by reading them: a scattered sum would add in no fixed order."""
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(by: Arithmetic, y: Array, weights: Array, rows: Rows) -> Array:
-    return _sum(by, y, weights, rows)
+def _summed(by: Arithmetic, y: Array, rows: Rows) -> Array:
+    if by.kernels is not None:
+        return by.kernels().sums(y, jnp.where(rows.has_expert, rows.place, -1))
+
+    def row(j: int) -> Array:
+        has_expert, place = rows.has_expert[:, j], rows.place[:, j]
+        return jnp.where(has_expert[:, None], y[jnp.where(has_expert, place, 0)], 0)
+
+    return reduce(jnp.add, map(row, range(rows.place.shape[1])))
 
 
-def _mixed_forward(by: Arithmetic, *kept: Any) -> tuple[Array, tuple]:
-    return _sum(by, *kept), kept
+def _spread_backward(by: Arithmetic, rows: Rows, slope: Array) -> tuple[Array, None]:
+    found: Any = _summed(by, slope, rows)
+    return found.astype(slope.dtype), None
 
 
-def _mixed_backward(by: Arithmetic, kept: tuple, slope: Array) -> tuple[Array, Array, None]:
-    """Computed row by row, not token by token, since there may be fewer rows than tokens have experts."""
-    y, weights, rows = kept
-    is_row = (jnp.arange(len(y)) < rows.starts[-1])[:, None]
-    of_token = slope[rows.order // rows.place.shape[1]]
-    of_y = jnp.where(is_row, of_token * weights.ravel()[rows.order][:, None], 0)
-    of_row = jnp.where(is_row, of_token * y, 0).sum(1)
-    of_weights = jnp.where(rows.has_expert, of_row[jnp.where(rows.has_expert, rows.place, 0)], 0)
-    return of_y.astype(y.dtype), of_weights.astype(weights.dtype), None
+def _summed_backward(by: Arithmetic, kept: tuple[Rows, Array], slope: Array) -> tuple[Array, None]:
+    rows, like = kept
+    found: Any = _spread(by, slope, rows)
+    return found.astype(like.dtype), None
 
 
-_mixed.defvjp(_mixed_forward, _mixed_backward)
+# Each is the other's transpose. XLA would make a scattered sum of a gradient, which adds in no fixed order.
+_spread.defvjp(lambda by, x, rows: (_spread(by, x, rows), rows), _spread_backward)
+_summed.defvjp(lambda by, y, rows: (_summed(by, y, rows), (rows, jnp.empty(0, y.dtype))), _summed_backward)
+
+
+@jax.custom_vjp
+def _row_weights(weights: Array, rows: Rows) -> Array:
+    return weights.ravel()[rows.order]
+
+
+_row_weights.defvjp(
+    lambda weights, rows: (_row_weights(weights, rows), rows),
+    lambda rows, slope: (
+        jnp.where(rows.has_expert, slope[jnp.where(rows.has_expert, rows.place, 0)], 0),
+        None,
+    ),
+)
 
 
 def in_windows(

@@ -210,8 +210,8 @@ class Mixture(Projections):
                 return product(x, own[name], rows.starts, rows.block, by)  # type: ignore[return-value]
 
             each = rows.spread(x, by)
-            each = jax.nn.silu(of("expert_gate", each)) * of("expert_up", each)
-            return rows.mixed(of("expert_down", each.astype(c.activations)), weights, by)
+            each = jax.nn.silu(of("expert_gate", each)) * of("expert_up", each) * rows.weights(weights)
+            return rows.summed(of("expert_down", each.astype(c.activations)), by)
 
         def sums(x: Array, experts: Array, weights: Array) -> Array:
             own = (experts - first).reshape(-1, c.experts_per_token)

@@ -105,8 +105,8 @@ def test_products_are_each_rows_with_its_experts_matrix(kind: str, tokens: int, 
     @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
     def of(x: Any, matrices: Any, weights: Any) -> Any:
         rows = Rows.of(jnp.asarray(experts), count, block_size(experts.size, count))
-        y = product(rows.spread(x, BY), matrices, rows.starts, rows.block, BY)
-        out = rows.mixed(y, weights, BY)
+        y = product(rows.spread(x, BY) * rows.weights(weights), matrices, rows.starts, rows.block, BY)
+        out = rows.summed(y, BY)
         return (out * slope).sum(), out
 
     (_, out), (of_x, of_matrices, of_weights) = of(x, matrices, weights)
@@ -137,7 +137,7 @@ def test_windows_give_what_all_rows_at_once_do(kind: str, size: int):
     def of(rows: Rows, floats: Any, fixed: Any) -> Any:
         x, weights, matrices = floats
         y = product(rows.spread(x, BY), matrices, rows.starts, rows.block, BY)
-        return rows.mixed(jnp.tanh(y), weights, BY)
+        return rows.summed(jnp.tanh(y) * rows.weights(weights), BY)
 
     def both(f: Any) -> Any:
         out, pull = jax.vjp(f, floats)

@@ -350,12 +350,11 @@ def test_the_kernels_of_experts_multiply_the_rows_of_the_devices_own_experts():
     sums = module_of(
         "%y = f32[512,16]{1,0} parameter(0)",
         "%place = s32[64,2]{1,0} parameter(1)",
-        "%weights = f32[64,2]{1,0} parameter(2)",
-        "ROOT %out = f32[64,16]{1,0} custom-call(%y, %place, %weights),"
+        "ROOT %out = f32[64,16]{1,0} custom-call(%y, %place),"
         ' custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "expert_sums"}',
     )
     found = costs_of(sums, assumed)
-    assert (found.flops, found.bytes) == ({}, 128 * 16 * 4 + 2 * 64 * 2 * 4 + 64 * 16 * 4)
+    assert (found.flops, found.bytes) == ({}, 128 * 16 * 4 + 64 * 2 * 4 + 64 * 16 * 4)
 
 
 def test_a_decode_step_reads_the_matrices_of_no_more_experts_than_its_rows_have():

@@ -34,9 +34,9 @@ from areal_jax.parallel.mesh import absent_device, platform_of
 
 def triton() -> ExpertKernels:
     """Returns the Triton kernels of `models.kernels.expert_triton`."""
-    from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows, weighted_sums
+    from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows, sums_of_rows
 
-    return ExpertKernels(rows_times_matrices, rows_times_rows, weighted_sums)
+    return ExpertKernels(rows_times_matrices, rows_times_rows, sums_of_rows)
 
 
 KERNELS: Mapping[str, Callable[[], ExpertKernels]] = {"triton": triton}
@@ -77,19 +77,19 @@ def choose(
     if absent is None:
         return first_passing(KERNELS, lambda each: tried_apart(self_test, each, experts, inputs, outputs))
     shapes = (256, inputs), (experts, inputs, outputs), (256, outputs)
-    numbers = ((experts + 1,), "int32"), ((64, 4), "int32"), ((64, 4), "float32")
+    numbers = ((experts + 1,), "int32"), ((64, 4), "int32")
     arguments = abstract_on(absent, *[(shape, dtype) for shape in shapes], *numbers)
     return first_passing(KERNELS, lambda each: compiled_trial(partial(_forms, each), *arguments))
 
 
 def _forms(of: Callable[[], ExpertKernels], x: Array, matrices: Array, slope: Array, *rest: Array) -> Any:
     """Returns RESULTS for the rows `x` and the results' gradient `slope`."""
-    kernels, (starts, place, weights) = of(), rest
+    kernels, (starts, place) = of(), rest
     return [
         kernels.rows(x, matrices, starts, 0, jnp.float32),
         kernels.rows(slope, matrices, starts, 1, x.dtype),
         kernels.matrices(x, slope, starts),
-        kernels.sums(x, place, weights),
+        kernels.sums(x, place),
     ]
 
 
@@ -123,11 +123,10 @@ def self_test(
     moved[0][own], moved[2][own], moved[1][watched] = x[own], slope[own], matrices[watched]
     # Tokens with two of the watched expert's rows, one or none.
     place = np.where(numbers.random((40, 3)) < 0.6, numbers.integers(own.start, own.stop, (40, 3)), -1)
-    weights = drawn(*place.shape)
     both = jax.jit(partial(_forms, of))
 
     def results(given: Sequence[np.ndarray]) -> list[np.ndarray]:
-        found = both(*(jnp.asarray(each, dtype) for each in given), starts, place, weights)
+        found = both(*(jnp.asarray(each, dtype) for each in given), starts, place)
         return [np.asarray(one, np.float32) for one in found]
 
     try:
@@ -140,7 +139,7 @@ def self_test(
         want[0][start:end] = x[start:end] @ matrices[expert]
         want[1][start:end] = slope[start:end] @ matrices[expert].T
         want[2][expert] = x[start:end].T @ slope[start:end]
-    want.append((np.where((place >= 0)[..., None], x[place], 0) * weights[..., None]).sum(1))
+    want.append(np.where((place >= 0)[..., None], x[place], 0).sum(1))
     gaps = []
     for name, one, wanted in zip(RESULTS, got, want, strict=True):
         gaps.append(float(np.abs(one[: len(wanted)] - wanted).max() / np.abs(wanted).max()))

@@ -138,14 +138,10 @@ def _matrices_program(
     plgpu.store(out_ref.at[expert, row[:, None], column[None]], total, mask=is_row[:, None] & is_column)
 
 
-def weighted_sums(
-    y: Float[Array, "M D"],
-    place: Int[Array, "n k"],
-    weights: Float[Array, "n k"],
-    *,
-    interpret: bool = False,
+def sums_of_rows(
+    y: Float[Array, "M D"], place: Int[Array, "n k"], *, interpret: bool = False
 ) -> Float[Array, "n D"]:
-    """Returns for each token the weighted sum of the rows of `y` at its places, added in order in float32.
+    """Returns for each token the sum of the rows of `y` at its places, added in order in float32.
 
     A place of -1 counts 0, and reads nothing. `interpret`: as for `rows_times_matrices`.
     """
@@ -157,13 +153,12 @@ def weighted_sums(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="expert_sums",
         interpret=interpret,
-    )(y, place.astype(jnp.int32), weights.astype(jnp.float32))
+    )(y, place.astype(jnp.int32))
 
 
 def _sums_program(
     y_ref: Any,  # (M, D)
     place_ref: Any,  # (n, k)
-    weights_ref: Any,  # (n, k)
     out_ref: Any,  # (n, D)
     *,
     each: int,
@@ -175,9 +170,8 @@ def _sums_program(
     total = jnp.zeros((LEAST_ROWS, COLUMNS), jnp.float32)
     for number in range(each):
         place = plgpu.load(place_ref.at[token, number], mask=is_token, other=-1)
-        weight = _load(weights_ref, (token, number), is_token)
         row = _load(y_ref, (place[:, None], column[None]), (place >= 0)[:, None] & is_column)
-        total += row.astype(jnp.float32) * weight[:, None]
+        total += row.astype(jnp.float32)
     plgpu.store(out_ref.at[token[:, None], column[None]], total, mask=is_token[:, None] & is_column)
 
 

@@ -13,14 +13,14 @@ import pytest
 from areal_jax.models.config import model_config
 from areal_jax.models.experts import Arithmetic, ExpertKernels, product
 from areal_jax.models.kernels.expert_products import choose, choose_for, self_test
-from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows, weighted_sums
+from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows, sums_of_rows
 from areal_jax.parallel.mesh import one_device
 
 pytestmark = pytest.mark.few_optimizations
 
 
 def interpreted() -> ExpertKernels:
-    each = rows_times_matrices, rows_times_rows, weighted_sums
+    each = rows_times_matrices, rows_times_rows, sums_of_rows
     return ExpertKernels(*(partial(kernel, interpret=True) for kernel in each))
 
 
@@ -30,18 +30,18 @@ def test_the_kernels_are_each_experts_products_and_each_tokens_sums(inputs: int,
     rng, of = np.random.default_rng(1), interpreted()
     starts = jnp.array([0, 0, 1, 20, 90, 90])
     x, slope = rng.normal(size=(93, inputs)), rng.normal(size=(93, outputs))
-    matrices, weights = rng.normal(size=(5, inputs, outputs)), rng.normal(size=(21, 3))
+    matrices = rng.normal(size=(5, inputs, outputs))
     place = np.where(rng.random((21, 3)) < 0.7, rng.integers(0, 90, (21, 3)), -1)
     x[90:] = slope[90:] = np.nan
-    given = [jnp.asarray(each, jnp.float32) for each in (x, matrices, slope, weights)]
+    given = [jnp.asarray(each, jnp.float32) for each in (x, matrices, slope)]
 
     @jax.jit
-    def run(x: Any, matrices: Any, slope: Any, weights: Any) -> Any:
+    def run(x: Any, matrices: Any, slope: Any) -> Any:
         return (
             of.rows(x, matrices, starts, 0, jnp.float32),
             of.rows(slope, matrices, starts, 1, jnp.float32),
             of.matrices(x, slope, starts),
-            of.sums(x, jnp.asarray(place), weights),
+            of.sums(x, jnp.asarray(place)),
         )
 
     out, of_x, of_matrices, sums = run(*given)
@@ -50,7 +50,7 @@ def test_the_kernels_are_each_experts_products_and_each_tokens_sums(inputs: int,
         np.testing.assert_allclose(out[own], x[own] @ matrices[e], atol=5e-5)
         np.testing.assert_allclose(of_x[own], slope[own] @ matrices[e].T, atol=5e-5)
         np.testing.assert_allclose(of_matrices[e], x[own].T @ slope[own], atol=5e-5)
-    each = np.where((place >= 0)[..., None], x[place], 0) * weights[..., None]
+    each = np.where((place >= 0)[..., None], x[place], 0)
     np.testing.assert_allclose(sums, each.sum(1), atol=1e-5)
 
 
@@ -93,7 +93,7 @@ def beside() -> ExpertKernels:
 def from_elsewhere() -> ExpertKernels:
     """A place without a row counts the last one."""
     of = interpreted()
-    return of._replace(sums=lambda y, place, weights: of.sums(y, place % 6, weights))
+    return of._replace(sums=lambda y, place: of.sums(y, place % 6))
 
 
 def broken() -> ExpertKernels:
