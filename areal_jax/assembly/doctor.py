@@ -1,4 +1,4 @@
-"""What `areal-jax doctor` shows of this machine: packages, devices, the code sandbox, attention kernels."""
+"""What `areal-jax doctor` shows of this machine: packages, devices, the code sandbox, kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import jax
 from areal_jax.assembly.devices import usable_cores
 from areal_jax.assembly.gpus import gpu_environment, gpu_problems
 from areal_jax.config.loading import load_config
+from areal_jax.models.kernels import expert_products, packed_attention
 from areal_jax.models.kernels import paged_attention as paged_kernels
-from areal_jax.models.kernels.packed_attention import choose, describe
+from areal_jax.models.kernels.packed_attention import describe
 from areal_jax.plugin import version_of
 from areal_jax.sandbox.errors import SandboxError
 from areal_jax.sandbox.runner import require_sandbox
@@ -30,8 +31,8 @@ def diagnose() -> dict[str, Any]:
     """Returns the dict that `areal-jax doctor` shows.
 
     The dict has package versions, devices, the first device's memory in bytes, CPU cores, default placement,
-    missing optional packages, the code sandbox ("ok", or why it cannot be used) and the attention
-    implementations.
+    missing optional packages, the code sandbox ("ok", or why it cannot be used) and the implementations of
+    attention and experts.
     """
     devices = jax.devices()
     stats = devices[0].memory_stats() or {}
@@ -46,24 +47,26 @@ def diagnose() -> dict[str, Any]:
         "placement": "split" if len(devices) > 1 or devices[0].platform == "cpu" else "shared",
         "missing": [name for name in OPTIONAL if find_spec(name) is None],
         "code_sandbox": _code_sandbox(),
-        **_attention(devices[0].platform),
+        **_kernels(devices[0].platform),
     }
 
 
-def _attention(platform: str) -> dict[str, Any]:
-    """Returns texts that name the attention implementations of runs on `platform`, and why others do not fit.
+def _kernels(platform: str) -> dict[str, Any]:
+    """Returns texts that name the implementations that runs on `platform` use, and why others do not fit.
 
-    Key `attention`: the implementation for packed rows in training. Key `decode_attention`: the one for pages
-    of KV on hosts. Self-tests on this device choose both, with the head sizes of Qwen2.5-1.5B in bfloat16.
+    Key `attention`: for packed rows in training. Key `decode_attention`: for pages of KV on hosts. Key
+    `expert_products`: for mixtures of experts. Self-tests on this device choose them, in bfloat16, with the
+    head sizes of Qwen2.5-1.5B and the experts of Qwen3-30B-A3B.
     """
     heads, kv_heads, head_dim, dtype, page_tokens = 12, 2, 128, "bfloat16", 64
     return {
-        "attention": describe(choose(platform, heads, kv_heads, head_dim, dtype)),
+        "attention": describe(packed_attention.choose(platform, heads, kv_heads, head_dim, dtype)),
         "decode_attention": describe(
             paged_kernels.choose(
                 platform, heads, kv_heads, head_dim, dtype, kv_dtype=dtype, page_tokens=page_tokens
             )
         ),
+        "expert_products": describe(expert_products.choose(platform, 128, 2048, 768, dtype)),
     }
 
 

@@ -410,6 +410,7 @@ def test_diagnose_names_versions_and_devices():
     assert found["devices"] == [f"cpu {jax.devices()[0].device_kind}"] * jax.device_count()
     assert found["placement"] == "split"
     assert found["missing"] == []  # `make` installs them all
+    assert {found[of]["path"] for of in ("attention", "decode_attention", "expert_products")} == {"blocks"}
 
 
 def test_a_checkout_that_is_not_installed_can_be_measured(monkeypatch):

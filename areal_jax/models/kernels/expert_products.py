@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -39,8 +40,17 @@ def triton() -> ExpertKernels:
     return ExpertKernels(rows_times_matrices, rows_times_rows, sums_of_rows)
 
 
-KERNELS: Mapping[str, Callable[[], ExpertKernels]] = {"triton": triton}
-"""The kernels, in the order in which `choose` tries them."""
+def tokamax() -> ExpertKernels:
+    """Returns tokamax's products, and the sums of `models.kernels.expert_triton`."""
+    from areal_jax.models.kernels import expert_tokamax
+
+    return triton()._replace(rows=expert_tokamax.rows_times_matrices, matrices=expert_tokamax.rows_times_rows)
+
+
+KERNELS: Mapping[str, Callable[[], ExpertKernels]] = (
+    {"tokamax": tokamax} if find_spec("tokamax") else {}
+) | {"triton": triton}
+"""The kernels, in the order in which `choose` tries them: tokamax first, where it is installed."""
 
 
 def choose_for(config: ModelConfig, mesh: Mesh) -> tuple[KernelChoice, Callable[[], ExpertKernels] | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 
 from areal_jax.models.config import model_config
 from areal_jax.models.experts import Arithmetic, ExpertKernels, product
-from areal_jax.models.kernels.expert_products import choose, choose_for, self_test
+from areal_jax.models.kernels.expert_products import choose, choose_for, self_test, tokamax
 from areal_jax.models.kernels.expert_triton import rows_times_matrices, rows_times_rows, sums_of_rows
 from areal_jax.parallel.mesh import one_device
 
@@ -24,10 +26,30 @@ def interpreted() -> ExpertKernels:
     return ExpertKernels(*(partial(kernel, interpret=True) for kernel in each))
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), pytest.param(130, 257, marks=pytest.mark.slow)])
-def test_the_kernels_are_each_experts_products_and_each_tokens_sums(inputs: int, outputs: int):
+def by_tokamax(monkeypatch: pytest.MonkeyPatch) -> ExpertKernels:
+    """tokamax's products, if its function did what the one of jax with the same arguments does."""
+
+    def ragged_dot_general(*args: Any, implementation: str, **kwargs: Any) -> Any:
+        assert implementation == "mosaic_gpu"
+        return jax.lax.ragged_dot_general(*args, **kwargs)
+
+    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(ragged_dot_general=ragged_dot_general))
+    return tokamax()._replace(sums=interpreted().sums)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "inputs", "outputs"),
+    [
+        ("own", 24, 40),
+        ("tokamax", 24, 40),
+        pytest.param("own", 130, 257, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernels_are_each_experts_products_and_each_tokens_sums(
+    kernels: str, inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+):
     """In the interpreter, against float64; widths that tiles do not divide."""
-    rng, of = np.random.default_rng(1), interpreted()
+    rng, of = np.random.default_rng(1), interpreted() if kernels == "own" else by_tokamax(monkeypatch)
     starts = jnp.array([0, 0, 1, 20, 90, 90])
     x, slope = rng.normal(size=(93, inputs)), rng.normal(size=(93, outputs))
     matrices = rng.normal(size=(5, inputs, outputs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -182,7 +183,7 @@ def _kernels(s: Sizes) -> tuple[Cell, ...]:
             "expert_kernel",
             dict(path=path, tokens=s.row_tokens, **dict(zip(names, s.experts, strict=True))),
         )
-        for path in ("triton", "blocks")
+        for path in (*(["tokamax"] if find_spec("tokamax") else []), "triton", "blocks")
     ]
     # The model's own heads come first, with both kinds of kernel; then experts and the other heads.
     return *kernels[:2], *paged, *products, *kernels[2:], blocks
