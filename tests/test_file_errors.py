@@ -130,7 +130,7 @@ def test_a_version_that_does_not_fit_leaves_the_folder_as_it_was(tmp_path, monke
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3_000_000, total=5_000_000))
     with pytest.raises(DiskFullError, match=r"7 could not be written \(it takes 4.0 MB\): 3.0 MB are free"):
-        staged.write(tmp_path, 7, staged.Detached.copy({"w": jnp.zeros(10**6, jnp.float32)}))
+        staged.write(tmp_path, 7, staged.Detached({"w": jnp.zeros(10**6)}, jnp.zeros(1, jnp.uint32)))
     assert list(tmp_path.iterdir()) == []
 
 

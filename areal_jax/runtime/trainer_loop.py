@@ -80,14 +80,17 @@ def train_batch(
     clock: Clock,
     *,
     between: Callable | None = None,
+    before_apply: Callable | None = None,
     memory: MemoryWatch | None = None,
 ) -> tuple[TrainState, VersionedParams, dict[str, Any]]:
     """Do one update; return the state after it, the new version's parameters and digest, and the metrics.
 
     The parameters are the arrays of the returned state, not copies. The argument `state` is donated and must
     not be used afterwards. `between(array)`, if given, is called after each micro-batch, so that hosts may
-    use the device (see `Learner.update`). The metrics contain the plan's `choice`. `memory`, if given, adds
-    memory use and seconds (`update_s`). Raises ArealError if the gradient's norm is not finite.
+    use the device, and `before_apply(array)` before each program that donates the state, so that it may wait
+    for other readers of the state (see `Learner.update`). The metrics contain the plan's `choice`. `memory`,
+    if given, adds memory use and seconds (`update_s`). Raises ArealError if the gradient's norm is not
+    finite.
     """
     plan = batch.plan
     with clock.doing("pack"):
@@ -105,7 +108,7 @@ def train_batch(
         if memory is not None:
             with spent.stopped():
                 memory.before(learns, state, prepared, between is None)
-        state, metrics = learns.update(state, prepared, between)
+        state, metrics = learns.update(state, prepared, between, spent.without(before_apply))
         metrics |= plan.choice
         if memory is not None:
             metrics |= memory.after() | {"update_s": spent.seconds}
@@ -137,15 +140,15 @@ class _Stopwatch:
         yield
         self._stopped_s += time.monotonic() - start_s
 
-    def without(self, between: Callable | None) -> Callable | None:
-        """Returns the function `between`, which gives the device to hosts, not measured."""
-        if between is None:
+    def without(self, pause: Callable | None) -> Callable | None:
+        """Returns the function `pause`, during which the trainer does not use the device, not measured."""
+        if pause is None:
             return None
 
         def timed(result: Any) -> None:
             result.block_until_ready()  # until then the device works for the trainer
             with self.stopped():
-                between(result)
+                pause(result)
 
         return timed
 
@@ -182,6 +185,8 @@ class Trainer:
         self._tell, self._turns, self._clock = tell if leads() else _ignore, turns, clock
         self._deadline_s = parts.config.runtime.deadline_s
         self._memory = MemoryWatch(parts.learner, note if leads() else _ignore)
+        self._pause_s = 0.0
+        """Seconds that checkpoints have kept this thread from training since the last batch."""
 
     def run(self) -> None:
         """Train batches until None arrives in the inbox; then write a checkpoint and wait for all writes.
@@ -214,7 +219,8 @@ class Trainer:
         with turns.turn("trainer", clock) if turns else nullcontext():
             between = partial(turns.between, clock) if turns else None
             value, metrics = self.train(batch, between)
-            metrics |= {MACHINE: self.machine}
+            metrics |= {MACHINE: self.machine, "checkpoint_pause_s": self._pause_s}
+            self._pause_s = 0.0
             self._tell(BatchTrained(batch.step, batch.ordinals, value.digest, metrics))
             with clock.doing("publish"):
                 self._store.publish(
@@ -241,15 +247,33 @@ class Trainer:
         """
         with self._explained():
             self.state, value, metrics = train_batch(
-                parts.config, parts.learner, self.state, batch, self._clock, **watched
+                parts.config,
+                parts.learner,
+                self.state,
+                batch,
+                self._clock,
+                before_apply=self._await_copy,
+                **watched,
             )
         return value, metrics
 
     def _checkpoint(self) -> None:
-        with self._clock.doing("checkpoint"):
+        with self._pausing():
             self._checkpointer.save(
                 self.state, lambda version: self._tell(CheckpointCommitted(version)), self._deadline_s
             )
+
+    def _await_copy(self, _: Any) -> None:
+        """Wait until the checkpoint that is being written no longer needs the arrays of `self.state`."""
+        with self._pausing():
+            self._checkpointer.wait_copied(self._deadline_s)
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        start_s = time.monotonic()
+        with self._clock.doing("checkpoint"):
+            yield
+        self._pause_s += time.monotonic() - start_s
 
 
 def _ignore(said: object) -> None:

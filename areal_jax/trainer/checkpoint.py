@@ -10,6 +10,7 @@ If several processes train as one, each saves its own shards. Any number of proc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from areal_jax.models.model import Params
 from areal_jax.parallel.agreement import leads
 from areal_jax.trainer.state import TrainState
 from areal_jax.weights import staged
+from areal_jax.weights.digest import leaf_sums
 from areal_jax.weights.staged import Detached, committed
 from areal_jax.weights.store import StagedError
 from areal_jax.weights.writer import OnFailure, Writer
@@ -33,7 +35,7 @@ class Restored(NamedTuple):
 
 
 class Checkpointer(Writer):
-    """Writes checkpoints in a thread, one at a time, from copies of the train state in host memory."""
+    """Copies train states to host memory and writes them to files, in a thread, one state at a time."""
 
     def __init__(
         self, folder: Path, restored: int | None = None, on_failure: OnFailure | None = None
@@ -45,10 +47,13 @@ class Checkpointer(Writer):
         super().__init__(f"writing checkpoints to {folder}", on_failure=on_failure)
         self._folder = folder
         self._last_saved = restored
+        self._copied = threading.Event()
+        """Whether the state that was saved last is in host memory."""
+        self._copied.set()
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: TrainState, on_commit: Callable[[int], None], deadline_s: float) -> None:
-        """Write `state` in the background; the caller may donate `state` as soon as this returns.
+        """Write `state` in the background; the caller may donate `state` once `wait_copied` returns.
 
         First waits up to `deadline_s` seconds for the previous write; raises that write's error, or
         StagedError if the write has not ended. Once the checkpoint is complete on disk, the writing thread
@@ -60,15 +65,33 @@ class Checkpointer(Writer):
         version = int(state.version)
         if version == self._last_saved:
             return
-        copy = Detached.copy(state)
+        # In the caller's thread: all processes must start the programs of their common devices in one order.
+        sums = leaf_sums(state)
+        self._copied.clear()
 
         def write() -> None:
-            staged.write(self._folder, version, copy, deadline_s=deadline_s)
+            try:
+                copy = staged.copy_to_host(state)
+            finally:  # if this fails, no later write needs the state, and `_run` reports the error
+                self._copied.set()
+            staged.write(self._folder, version, Detached(copy, sums), deadline_s=deadline_s)
             if leads():
                 on_commit(version)
 
         self.submit(write, deadline_s)
         self._last_saved = version
+
+    def wait_copied(self, deadline_s: float) -> None:
+        """Wait until no array of the state that was saved last is read any more.
+
+        Raises StagedError if this takes longer than `deadline_s` seconds.
+        """
+        if not self._copied.wait(deadline_s):
+            raise StagedError(
+                f"copying checkpoint {self._last_saved} from the devices took longer than {deadline_s:g} s "
+                "(runtime.deadline_s): check that the machine has free memory; if it is only slow, raise "
+                "runtime.deadline_s"
+            )
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:

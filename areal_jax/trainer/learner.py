@@ -70,7 +70,11 @@ class TrainsBatches(Protocol):
     def prepare(self, state: TrainState, batch: Batch, between: Callable | None = None) -> Any: ...
 
     def update(
-        self, state: TrainState, batch: Any, between: Callable | None = None
+        self,
+        state: TrainState,
+        batch: Any,
+        between: Callable | None = None,
+        before_apply: Callable | None = None,
     ) -> tuple[TrainState, dict[str, float]]: ...
 
     def forecast(self, state: TrainState, batch: Any, is_alone: bool = True) -> Forecast: ...
@@ -351,7 +355,11 @@ class Learner:
     # --- update ---------------------------------------------------------------------------------------------
 
     def update(
-        self, state: TrainState, batch: PreparedBatch, between: Callable[[Array], None] | None = None
+        self,
+        state: TrainState,
+        batch: PreparedBatch,
+        between: Callable[[Array], None] | None = None,
+        before_apply: Callable[[Array], None] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Train on a prepared batch: returns the next state and the metrics; donates `state`.
 
@@ -359,6 +367,9 @@ class Learner:
         is started, with an array of the program's result: `between` may wait for the array and then let a
         generation host use the device. If `between` is None, a mesh of one CPU device runs all micro-batches
         of a minibatch and the optimiser step as one program, which returns the same bits.
+
+        `before_apply(array)` is called before each program that donates the state, with an array that is
+        computed once the programs before have ended: `before_apply` may wait for other readers of the state.
         """
         metrics, reference, state = [], state.reference, self.on_mesh(state)
         minibatches = self.micro_batches(batch)
@@ -367,9 +378,11 @@ class Learner:
             is_last = np.bool_(index == len(minibatches) - 1)
             live = [micro for micro in micros if micro is not None]
             if is_joined and len(live) > 1:
+                if before_apply is not None:
+                    before_apply(batch.loss_mask)
                 state, sums_of_minibatch = self.programs.step(state, *_padded(live, len(micros)), is_last)
             else:
-                state, sums_of_minibatch = self._by_micro_batch(state, live, is_last, between)
+                state, sums_of_minibatch = self._by_micro_batch(state, live, is_last, between, before_apply)
             metrics.append(sums_of_minibatch)
         if self._reference is not None:
             state = state.replace(reference=reference)
@@ -381,6 +394,7 @@ class Learner:
         live: Sequence[PreparedBatch],
         is_last: Any,
         between: Callable[[Array], None] | None,
+        before_apply: Callable[[Array], None] | None,
     ) -> tuple[TrainState, dict[str, Any]]:
         programs = self.programs
         sums = programs.zero_sums() if len(live) != 1 else None
@@ -388,6 +402,9 @@ class Learner:
             sums = programs.begin(state, micro) if sums is None else programs.accumulate(state, sums, micro)
             if between is not None:
                 between(sums[1]["tokens"])
+        assert sums is not None  # without a micro-batch they are zeros
+        if before_apply is not None:
+            before_apply(sums[1]["tokens"])
         return programs.apply(state, sums, is_last)
 
 

@@ -100,10 +100,14 @@ class OverTrees:
         return of.tree.prepare(state, batch, minibatches, others, between, costs=self.costs)
 
     def update(
-        self, state: TrainState, batch: TreeBatch, between: Callable[[Array], None] | None = None
+        self,
+        state: TrainState,
+        batch: TreeBatch,
+        between: Callable[[Array], None] | None = None,
+        before_apply: Callable[[Array], None] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Trains on a prepared batch as `Learner.update` does; donates `state`."""
-        state, metrics = self.learner.tree.update(state, batch, between)
+        state, metrics = self.learner.tree.update(state, batch, between, before_apply)
         return state, to_floats(jax.device_get(metrics))
 
     def forecast(self, state: TrainState, batch: TreeBatch, is_alone: bool = True) -> Forecast:

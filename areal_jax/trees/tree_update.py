@@ -36,7 +36,7 @@ from areal_jax.trees.tree_passes import TreePasses
 from areal_jax.types import Batch, PreparedBatch
 
 Between = Callable[[Array], None] | None
-"""Called after each call of a program, as `Learner.update` describes."""
+"""Called between two calls of programs, as `Learner.update` describes."""
 
 
 SCORES = {"proximal_logp": "logp", "values_after": "values_after"}
@@ -218,11 +218,11 @@ class TreeUpdate:
     # --- update ---------------------------------------------------------------------------------------------
 
     def update(
-        self, state: TrainState, prepared: TreeBatch, between: Between
+        self, state: TrainState, prepared: TreeBatch, between: Between, before_apply: Between = None
     ) -> tuple[TrainState, list[dict[str, Any]]]:
         """Trains on a prepared batch; returns the next state and each minibatch's metric sums.
 
-        Donates `state`.
+        Donates `state`. `before_apply` is called before each optimiser step, as `Learner.update` describes.
         """
         path, slopes, metrics = self._policy.empty_path(), self._no_slopes(), []
         for index, walk in enumerate(each.training for each in prepared.walks):
@@ -236,6 +236,8 @@ class TreeUpdate:
                     gradients = self._pop(state, gradients, path, prepared.batch, prepared.sequences, step)
                 if between is not None:
                     between(path.stats.logp if kind == PUSH else gradients.sums[1]["tokens"])
+            if before_apply is not None:
+                before_apply(gradients.sums[1]["tokens"])
             is_last = np.bool_(index == len(prepared.walks) - 1)
             state, sums = self._programs.apply(state, gradients.sums, is_last)
             metrics.append(sums)

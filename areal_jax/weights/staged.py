@@ -35,12 +35,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 from areal_jax.file_errors import is_full, require_space, space_left
 from areal_jax.parallel.agreement import DisagreementError, leads, together
-from areal_jax.weights.digest import by_devices, leaf_digests, leaf_sums, name_sums, to_plain
-from areal_jax.weights.store import StagedError, VersionDamagedError, copy_with_sums
+from areal_jax.weights.digest import leaf_digests, name_sums, to_plain
+from areal_jax.weights.store import StagedError, VersionDamagedError
 
 MANIFEST, STATE = "manifest.json", "state"
 
@@ -84,7 +85,7 @@ def committed(folder: Path) -> list[int]:
 
 
 class Detached(NamedTuple):
-    """A copy of a tree of arrays, which stays valid when the original's buffers are donated.
+    """A tree of arrays that no program donates.
 
     `sums`: the checksum of each leaf; the devices may still be computing these.
     """
@@ -92,33 +93,32 @@ class Detached(NamedTuple):
     tree: Any
     sums: jax.Array
 
-    @classmethod
-    def copy(cls, tree: Any) -> Detached:
-        """Returns a copy of `tree` in host memory.
 
-        On CPU devices the call may return before the copy is complete. On other devices it returns after the
-        transfer to host memory, and the device never holds a second copy.
-        """
-        leaves = jax.tree.leaves(tree)
-        if all(device.platform == "cpu" for leaf in leaves for device in leaf.devices()):
-            groups = by_devices(leaves)
-            if len(groups) == 1:
-                return cls(*copy_with_sums(tree))
-            # A reference policy apart lies on devices of its own; a program takes arrays of one mesh only.
-            copies = {
-                place: copy
-                for places in groups
-                for place, copy in zip(places, copy_with_sums([leaves[p] for p in places])[0], strict=True)
-            }
-            whole = [copies[place] for place in range(len(leaves))]
-            return cls(jax.tree.unflatten(jax.tree.structure(tree), whole), leaf_sums(whole))
-        sums = leaf_sums(tree)
-        if all(leaf.is_fully_addressable for leaf in leaves):
-            return cls(jax.device_get(tree), sums)
-        # No process can fetch the shards of the others: each one copies its own.
-        on_host = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
-        shards = jax.block_until_ready(jax.device_put(leaves, on_host))
-        return cls(jax.tree.unflatten(jax.tree.structure(tree), shards), sums)
+def copy_to_host(tree: Any) -> Any:
+    """Returns a copy of `tree` in host memory; once this returns, the buffers of `tree` may be donated.
+
+    Copies one leaf after another, so that other transfers of the device come between two leaves. Starts no
+    program: on its device it would wait for all programs that were started before.
+    """
+    return jax.tree.map(_leaf_to_host, tree)
+
+
+def _leaf_to_host(leaf: jax.Array) -> np.ndarray | jax.Array:
+    if _is_on_device(leaf) and leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    # numpy would not copy what is in host memory already, and cannot hold the shards of other processes.
+    shards = [
+        jax.device_put(shard.data, shard.data.sharding.with_memory_kind("pinned_host"), may_alias=False)
+        for shard in leaf.addressable_shards
+    ]
+    on_host = leaf.sharding.with_memory_kind("pinned_host")
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(leaf.shape, on_host, shards))
+
+
+def _is_on_device(leaf: jax.Array) -> bool:
+    """Whether the leaf is in a memory other than the host's."""
+    is_of_host = leaf.sharding.memory_kind in ("pinned_host", "unpinned_host")
+    return not is_of_host and all(device.platform != "cpu" for device in leaf.devices())
 
 
 def write(
@@ -358,7 +358,12 @@ def _handler() -> Any:
     # Errors that Orbax logs, or leaves in futures for asyncio to log, with tracebacks, are also raised.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(_is_news)
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+    handlers = ocp.type_handlers.create_type_handler_registry(
+        # By default it copies numpy arrays, all at once, in case that the caller changes them.
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
+    )
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=handlers)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -108,9 +108,10 @@ def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_
         takes(2.0)
         return packed
 
-    def update(state: Any, prepared: Batch, between: Any) -> tuple[Any, dict[str, Any]]:
+    def update(state: Any, prepared: Batch, between: Any, before_apply: Any) -> tuple[Any, dict[str, Any]]:
         takes(4.0)
         between(result)
+        before_apply(result)
         return state, {"grad_norm": 1.0}
 
     def trains(plan: BatchPlan) -> Any:
@@ -127,9 +128,10 @@ def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_
     wait: Any = lambda _: takes(0.5)  # noqa: E731
     state: Any = None
     clock = Timeline(None).clock("trainer")
-    _, _, metrics = train_batch(c, learner, state, batch, clock, between=wait, memory=memory)
+    pauses: Any = dict(between=wait, before_apply=wait)
+    _, _, metrics = train_batch(c, learner, state, batch, clock, **pauses, memory=memory)
     assert costs == [LeafCosts(3.0, 1.0, 0.5)]
-    assert metrics.pop("update_s") == 1 + 8 + 2 + 4 + 8
+    assert metrics.pop("update_s") == 1 + 8 + 2 + 4 + 8 + 8
     assert metrics == {"grad_norm": 1.0, "compiled_programs": 0.0, **choice}
 
 

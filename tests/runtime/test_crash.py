@@ -25,10 +25,11 @@ from areal_jax.jobs.local import resume, run
 from areal_jax.observe.metrics import read_rows
 from areal_jax.replay.folder_audit import audit_run
 from areal_jax.runtime import one_process
+from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.weights import staged
 from areal_jax.weights.staged import committed
-from tests.hangs import wait_for
+from tests.hangs import HANG_S, wait_for
 from tests.small_run import killed_at, small
 
 STEPS, EVERY = 6, 2
@@ -214,6 +215,33 @@ def test_generation_and_training_go_on_while_a_checkpoint_is_written(tmp_path, m
     monkeypatch.setattr(SqliteQueue, "append", watched)
     run(small(folder, *WORDS, "trainer.checkpoint_every=2"), stream=io.StringIO())
     assert meanwhile.count(SampleFinished) >= 4 and meanwhile.count(BatchTrained) >= 1
+
+
+@pytest.mark.slow
+def test_the_step_after_a_checkpoint_waits_for_its_copy(tmp_path, monkeypatch, untouched):
+    """The copy goes on once the next batch's gradient is there; its row has the pause, and no bit changes."""
+    folder, pause_s, waited, is_waiting = tmp_path / "run", 0.5, [], threading.Event()
+    copy, wait_copied = staged._leaf_to_host, Checkpointer.wait_copied
+
+    def held(leaf):
+        if not waited:
+            assert is_waiting.wait(HANG_S)
+            waited.append(True)
+            time.sleep(pause_s)
+        return copy(leaf)
+
+    def watched(self, deadline_s):
+        if not self._copied.is_set():
+            is_waiting.set()
+        wait_copied(self, deadline_s)
+
+    monkeypatch.setattr(staged, "_leaf_to_host", held)
+    monkeypatch.setattr(Checkpointer, "wait_copied", watched)
+    run(small(folder, *WORDS), stream=io.StringIO())
+    assert digests(folder) == untouched
+    pauses = [row["checkpoint_pause_s"] for row in read_rows(folder)]
+    assert pauses[EVERY] >= pause_s and max(pauses[:EVERY]) < pause_s
+    assert audit_run(folder).ok
 
 
 @pytest.mark.slow

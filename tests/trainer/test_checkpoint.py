@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +34,12 @@ from areal_jax.trainer.checkpoint import (
 )
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
+from areal_jax.weights import staged
 from areal_jax.weights.staged import MANIFEST, render
 from areal_jax.weights.store import StagedError
 from tests.hangs import HANG_S
 from tests.trainer.conftest import LENGTH, same_bits
+from tests.trainer.killed_checkpoint import small_state
 
 DEADLINE_S = HANG_S
 
@@ -148,13 +154,30 @@ def test_a_checkpoint_moves_to_another_mesh(
     assert same_bits(back.state, state_of(7))
 
 
-def test_saving_outlives_donation(adamw: Learner, state_of: Callable[[int], TrainState], tmp_path: Path):
-    """`save` returns before the file is written; the state may be donated at once."""
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_saving_outlives_donation(
+    adamw: Learner,
+    state_of: Callable[[int], TrainState],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_on_device: bool,
+):
+    """The state may be donated before the file is written; copied as in host memory, and as on a GPU."""
+    write, may_write = staged.write, threading.Event()
+
+    def held(*args: Any, **named: Any) -> None:
+        assert may_write.wait(HANG_S)
+        write(*args, **named)
+
+    monkeypatch.setattr(staged, "write", held)
+    monkeypatch.setattr(staged, "_is_on_device", lambda leaf: is_on_device)
     state = state_of(1)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(state, lambda version: None, DEADLINE_S)
+    checkpointer.wait_copied(DEADLINE_S)
     for leaf in jax.tree.leaves(state):
         leaf.delete()
+    may_write.set()
     checkpointer.close(DEADLINE_S)
     assert same_bits(restore(tmp_path, adamw.abstract_state()).state, state_of(1))
 
@@ -364,6 +387,99 @@ def test_a_writer_that_cannot_write_is_heard(state_of: Callable[[int], TrainStat
     with pytest.raises(StagedError, match=r"gone.1 could not be written: .*No such file"):
         checkpointer.wait(DEADLINE_S)
     assert [type(error) for error in heard] == [StagedError]
+
+
+# --- while one is written -----------------------------------------------------------------------------------
+
+
+def before_third_leaf(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list[jax.Array]:
+    """From now on `act` is called in the middle of each copy; the leaves that were copied."""
+    copy, copied = staged._leaf_to_host, []
+
+    def watched(leaf: jax.Array) -> Any:
+        if len(copied) == 2:
+            act()
+        copied.append(leaf)
+        return copy(leaf)
+
+    monkeypatch.setattr(staged, "_leaf_to_host", watched)
+    return copied
+
+
+def test_the_state_is_needed_until_its_last_leaf_is_copied(
+    state_of: Callable[[int], TrainState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    goes_on = threading.Event()
+    copied = before_third_leaf(monkeypatch, lambda: goes_on.wait(HANG_S))
+    state, checkpointer = state_of(1), Checkpointer(tmp_path)
+    checkpointer.wait_copied(0.0)
+    checkpointer.save(state, lambda version: None, DEADLINE_S)
+    with pytest.raises(StagedError, match=r"copying checkpoint 1 from the devices took longer than 0.1 s"):
+        checkpointer.wait_copied(0.1)
+    assert len(copied) == 2
+    goes_on.set()
+    checkpointer.wait_copied(DEADLINE_S)
+    assert len(copied) == len(jax.tree.leaves(state))
+    checkpointer.close(DEADLINE_S)
+
+
+def test_a_checkpoint_waits_until_the_one_before_is_written(
+    state_of: Callable[[int], TrainState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    goes_on, ends, write = threading.Event(), [], staged.write
+
+    def held(folder: Path, version: int, *rest: Any, **named: Any) -> None:
+        assert goes_on.wait(HANG_S)
+        write(folder, version, *rest, **named)
+
+    monkeypatch.setattr(staged, "write", held)
+    copied = before_third_leaf(monkeypatch, lambda: None)
+    one, two, checkpointer = state_of(1), state_of(2), Checkpointer(tmp_path)
+    checkpointer.save(one, ends.append, DEADLINE_S)
+    checkpointer.wait_copied(DEADLINE_S)
+    with pytest.raises(StagedError, match=rf"writing checkpoints to {tmp_path} took longer than 0.1 s"):
+        checkpointer.save(two, ends.append, 0.1)
+    assert (len(copied), ends) == (len(jax.tree.leaves(one)), [])
+    threading.Timer(0.2, goes_on.set).start()
+    checkpointer.save(two, lambda version: ends.extend([len(copied), version]), DEADLINE_S)
+    assert ends[:1] == [1]
+    checkpointer.close(DEADLINE_S)
+    assert ends == [1, 2 * len(jax.tree.leaves(one)), 2]
+
+
+def test_a_copy_that_fails_between_two_leaves_is_heard_and_the_checkpoint_before_counts(
+    adamw: Learner, state_of: Callable[[int], TrainState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path, state_of(3))
+
+    def fail() -> None:
+        raise MemoryError("no host memory")
+
+    before_third_leaf(monkeypatch, fail)
+    heard: list[BaseException] = []
+    checkpointer = Checkpointer(tmp_path, restored=3, on_failure=heard.append)
+    checkpointer.save(state_of(7), lambda version: None, DEADLINE_S)
+    checkpointer.wait_copied(DEADLINE_S)  # nothing reads the state any more
+    with pytest.raises(MemoryError, match="no host memory"):
+        checkpointer.wait(DEADLINE_S)
+    assert [type(error) for error in heard] == [MemoryError]
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    assert same_bits(restore(tmp_path, adamw.abstract_state()).state, state_of(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["copy", "write", "commit"])
+def test_killed_in_the_middle_of_one_the_checkpoint_before_counts(tmp_path: Path, moment: str):
+    """Between two leaves of the copy, between two leaves' files, and before the rename."""
+    command = [sys.executable, "-m", "tests.trainer.killed_checkpoint", str(tmp_path), moment]
+    ended = subprocess.run(command, timeout=HANG_S, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == (["3"] if moment == "copy" else [".staged-7", "3"])
+    found = restore(tmp_path, small_state(0))
+    assert found.refused == () and same_bits(found.state, small_state(3))
+    assert save(tmp_path, small_state(7)) == [7]
+    assert same_bits(restore(tmp_path, small_state(0)).state, small_state(7))
 
 
 def test_a_write_that_takes_too_long_is_an_error(state_of: Callable[[int], TrainState], tmp_path: Path):

@@ -42,8 +42,10 @@ DEADLINE_S = 600
 TOGETHER, ALONE = "{fsdp: 2, tensor: 2}", "{data: 1}"
 PLANS: dict[str, BatchLayout] = {"plan": "shared", "apart": "apart"}
 """Files of plans: for packed batches, and for updates over prefix trees."""
-OWN = ("digest", "machine", "compiled_programs", "memory_forecast_bytes", "update_s")
-"""What is another mesh's own, and the time that was measured."""
+OWN = (
+    "digest", "machine", "compiled_programs", "memory_forecast_bytes", "update_s", "checkpoint_pause_s",
+)  # fmt: skip
+"""What is another mesh's own, and the times that were measured."""
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import Batch
 from areal_jax.weights.digest import digest
+from areal_jax.weights.store import StagedError
 from tests.models import reference
 from tests.trainer.conftest import (
     LENGTH,
@@ -152,6 +153,46 @@ def test_the_state_is_donated_and_the_published_copy_lives(params: Any, learner:
     assert (published.version, published.digest) == (0, digest(params))
     assert of.versioned(new).version == 1
     assert of.versioned(new).digest != published.digest
+
+
+@pytest.mark.parametrize("way", ["joined", "packed", pytest.param("trees", marks=pytest.mark.slow)])
+def test_before_each_step_others_may_finish_reading_the_state(params: Any, learner: MakeLearner, way: str):
+    """As a checkpoint's copy does: all of a minibatch's gradient comes before, and what donates after."""
+    of, layout = learner(minibatches=2), "apart" if way == "trees" else "shared"
+    learns: Any = of.over_trees() if way == "trees" else of
+    batch, state = pack(make_groups(), 2, LENGTH, 2, layout), of.init(params)
+    prepared = learns.prepare(state, batch)
+    calls: list[str] = []
+    between = None if way == "joined" else lambda _: calls.append("gradient")
+    right, _ = learns.update(of.init(params), prepared, between)
+    gradients = calls.copy()
+    if way == "trees":
+        count = len(prepared.walks[0].training.kinds)
+    else:
+        count = sum(micro is not None for micro in of.micro_batches(prepared)[0])
+    first, second = gradients[:count], gradients[count:]
+    assert way == "joined" or second
+
+    def fail(_: Any) -> None:
+        raise StagedError("the copy is not complete")
+
+    calls.clear()
+    with pytest.raises(StagedError, match="not complete"):
+        learns.update(state, prepared, between, fail)
+    assert calls == first
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    calls.clear()
+    is_there: list[bool] = []
+
+    def before_apply(array: jax.Array) -> None:
+        array.block_until_ready()
+        calls.append("step")
+        is_there.append(not state.params["norm"].is_deleted())
+
+    new, _ = learns.update(state, prepared, between, before_apply)
+    assert calls == [*first, "step", *second, "step"]
+    assert is_there == [True, False]
+    assert same_bits(new, right)
 
 
 def test_metrics_are_means_over_loss_tokens(params: Any, learner: MakeLearner, batch: Batch):

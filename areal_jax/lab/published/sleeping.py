@@ -266,7 +266,11 @@ class SleepingLearner(Learner):
         return batch
 
     def update(
-        self, state: TrainState, prepared: Any, between: Callable[[Any], None] | None = None
+        self,
+        state: TrainState,
+        prepared: Any,
+        between: Callable[[Any], None] | None = None,
+        before_apply: Callable[[Any], None] | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
         time.sleep(self._schedule.train_s)
         metrics = dict.fromkeys(REQUIRED_OF_TRAINER, 0.0)
