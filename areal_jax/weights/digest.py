@@ -38,7 +38,7 @@ def leaf_sums(params: Any) -> jax.Array:
     Waits for them if the leaves are on several meshes.
     """
     leaves = jax.tree.leaves(params)
-    groups = by_devices(leaves)
+    groups = _by_devices(leaves)
     if len(groups) < 2:
         return _sums(leaves)
     sums = np.zeros(len(leaves), np.uint32)
@@ -47,7 +47,7 @@ def leaf_sums(params: Any) -> jax.Array:
     return jnp.asarray(sums)
 
 
-def by_devices(leaves: Sequence[Any]) -> list[list[int]]:
+def _by_devices(leaves: Sequence[Any]) -> list[list[int]]:
     """Returns the indices of the leaves, grouped by devices: one program takes arrays of one mesh only."""
     groups: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):

@@ -24,6 +24,7 @@ from areal_jax.config.presets import preset_settings
 from areal_jax.config.sections import AlgorithmConfig
 from areal_jax.models.model import Model
 from areal_jax.parallel.mesh import make_mesh
+from areal_jax.runtime.device_memory import reset_peak, resident_bytes
 from areal_jax.trainer.checkpoint import (
     Checkpointer,
     committed,
@@ -35,7 +36,8 @@ from areal_jax.trainer.checkpoint import (
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.weights import staged
-from areal_jax.weights.staged import MANIFEST, render
+from areal_jax.weights.digest import leaf_sums
+from areal_jax.weights.staged import MANIFEST, Detached, render
 from areal_jax.weights.store import StagedError
 from tests.hangs import HANG_S
 from tests.trainer.conftest import LENGTH, same_bits
@@ -154,15 +156,17 @@ def test_a_checkpoint_moves_to_another_mesh(
     assert same_bits(back.state, state_of(7))
 
 
-@pytest.mark.parametrize("is_on_device", [False, True])
+@pytest.mark.parametrize("memory", ["cpu", "gpu", "host"])
 def test_saving_outlives_donation(
     adamw: Learner,
     state_of: Callable[[int], TrainState],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    is_on_device: bool,
+    memory: str,
 ):
-    """The state may be donated before the file is written; copied as in host memory, and as on a GPU."""
+    """The state may be donated before the file is written, wherever it is: also as trainer.optimizer_memory
+    has the moments in host memory, and as arrays of a GPU are copied.
+    """
     write, may_write = staged.write, threading.Event()
 
     def held(*args: Any, **named: Any) -> None:
@@ -170,8 +174,12 @@ def test_saving_outlives_donation(
         write(*args, **named)
 
     monkeypatch.setattr(staged, "write", held)
-    monkeypatch.setattr(staged, "_is_on_device", lambda leaf: is_on_device)
+    monkeypatch.setattr(staged, "_is_on_device", lambda leaf: memory == "gpu")
     state = state_of(1)
+    if memory == "host":
+        state = jax.tree.map(
+            lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), state
+        )
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(state, lambda version: None, DEADLINE_S)
     checkpointer.wait_copied(DEADLINE_S)
@@ -480,6 +488,18 @@ def test_killed_in_the_middle_of_one_the_checkpoint_before_counts(tmp_path: Path
     assert found.refused == () and same_bits(found.state, small_state(3))
     assert save(tmp_path, small_state(7)) == [7]
     assert same_bits(restore(tmp_path, small_state(0)).state, small_state(7))
+
+
+@pytest.mark.slow
+def test_a_copy_in_host_memory_is_not_copied_again_to_be_written(tmp_path: Path):
+    """Of 128 MB in arrays of numpy, as a GPU's state is copied, 64 MB at most are there twice."""
+    tree = {name: np.ones((16, 1024, 1024), np.float32) for name in "ab"}
+    leaves = {name: jnp.zeros(1) for name in "ab"}
+    staged.write(tmp_path, 1, Detached(leaves, leaf_sums(leaves)))  # what is imported for the first one
+    reset_peak()
+    before = resident_bytes("VmRSS")
+    staged.write(tmp_path, 2, Detached(tree, leaf_sums(leaves)))
+    assert resident_bytes() - before < 64e6
 
 
 def test_a_write_that_takes_too_long_is_an_error(state_of: Callable[[int], TrainState], tmp_path: Path):
