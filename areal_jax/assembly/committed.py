@@ -13,9 +13,11 @@ from areal_jax.observe.evals import read_evals
 from areal_jax.trainer.checkpoint import restore_params
 from areal_jax.types import ArealError, PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import StagedError
 from areal_jax.weights.folder import weights_folder
-from areal_jax.weights.staged import committed, read
-from areal_jax.weights.store import StagedError, abstract_in
+from areal_jax.weights.manifest import committed
+from areal_jax.weights.staged import read
+from areal_jax.weights.store import abstract_in
 
 ATTEMPTS = 20
 """Maximum number of versions that `committed_params` tries to read before it gives up; a run may delete a

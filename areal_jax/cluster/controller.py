@@ -42,7 +42,7 @@ from areal_jax.runtime.recovery import Journaled, journaled_batches, journaled_g
 from areal_jax.trajectories.codec import decode
 from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.types import ArealError, Completion, Group, Prompt, SampleId, Trajectory
-from areal_jax.weights.staged import committed
+from areal_jax.weights.manifest import committed
 
 MOST = 256
 """Maximum number of messages that the controller takes, and journals, in one iteration of its loop."""

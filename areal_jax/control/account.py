@@ -56,9 +56,53 @@ class Account:
         return self.turns.get(member) == turn + 1 and member not in self.away
 
 
-class Accounts(dict[int, Account]):
-    """By ordinal: what the audit knows of each admitted group."""
+class Accounts:
+    """By ordinal: what the audit knows of each admitted group.
+
+    Of a group that was trained or dropped only its fate stays, in one byte.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, Account] = {}
+        self._fates = bytearray()
+        """For each ordinal: the place of the group's fate in `_names`."""
+        self._names = ["live"]
+
+    def __len__(self) -> int:
+        return len(self._fates)
+
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self._live or 0 <= ordinal < len(self._fates)
+
+    def admit(self, ordinal: int) -> None:
+        self._live[ordinal] = Account()
+        self._fates.append(0)
 
     def of(self, ordinal: int) -> Account:
         """Returns what is known of group `ordinal`; with fate "unknown" if the group was never admitted."""
-        return self.get(ordinal, Account(fate="unknown"))
+        if (account := self._live.get(ordinal)) is not None:
+            return account
+        is_known = 0 <= ordinal < len(self._fates)
+        return Account(fate=self._names[self._fates[ordinal]] if is_known else "unknown")
+
+    def restart(self, ordinal: int, attempt: int) -> None:
+        """Forgets what is known of a live group, except that it was restarted `attempt` times."""
+        self._live[ordinal] = Account(attempt=attempt, is_again=True)
+
+    def close(self, ordinal: int, fate: str) -> None:
+        """Records that a group was trained, or dropped for the reason `fate`."""
+        if fate not in self._names:
+            self._names.append(fate)
+        if 0 <= ordinal < len(self._fates):
+            self._live.pop(ordinal, None)
+            self._fates[ordinal] = self._names.index(fate)
+        else:  # it was admitted out of order
+            self._live[ordinal] = Account(fate=fate)
+
+    def live(self) -> dict[int, Account]:
+        """Returns ordinal -> what is known of the group, for each that is neither trained nor dropped."""
+        return {ordinal: account for ordinal, account in self._live.items() if account.fate == "live"}
+
+    def count(self, fate: str) -> int:
+        """Returns the number of groups with this fate."""
+        return self._fates.count(self._names.index(fate)) if fate in self._names else 0

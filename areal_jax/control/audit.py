@@ -47,49 +47,69 @@ class AuditResult:
 
 
 def audit(config: Config, rows: Iterable[Row]) -> AuditResult:
-    """Checks a journal's rows, in order; returns the violations and the counts of groups.
+    """Checks a journal's rows, in order; returns the violations and the counts of groups."""
+    checked = Audit(config)
+    for row in rows:
+        checked.see(*row)
+    return checked.result()
 
-    The counts: groups trained, groups dropped (by reason), and groups in flight (neither of the two).
-    """
-    books = _Books(config)
-    plane: ControlPlane | None = ControlPlane(config)
-    last = None
-    for seq, event, actions in rows:
-        books.findings.row = seq
-        books.require(last is None or seq > last, f"follows row {last} in the journal, but rows must ascend")
-        books.require(
-            last is None or seq <= last + 1,
-            f"follows row {last} in the journal; the rows between are missing",
-        )
-        last = seq
+
+class Audit:
+    """Checks a journal row by row. Of rows that are checked, only a byte of each group stays in memory."""
+
+    def __init__(self, config: Config) -> None:
+        self._books = _Books(config)
+        self.plane: ControlPlane | None = ControlPlane(config)
+        """A control plane that has handled the events so far; None once it has rejected one."""
+        self._is_answered = True
+        """Whether the recorded actions are those of `plane`, so far."""
+        self._last: int | None = None
+
+    def see(self, seq: int, event: Event, actions: Sequence[Action]) -> None:
+        """Checks the next row: number in the journal, event, recorded actions."""
+        books, last = self._books, self._last
+        books.findings.row, self._last = seq, seq
+        if last is not None and seq <= last:
+            books.wrong(f"follows row {last} in the journal, but rows must ascend")
+        elif last is not None and seq > last + 1:
+            books.wrong(f"follows row {last} in the journal; the rows between are missing")
         try:
             for record in (event, *actions):
                 books.enter(record)
             books.hosts.require_cancelled()
         except MALFORMED as error:
             books.wrong(f"{type(event).__name__} has values that contradict the rows before it: {error!r}")
-        # After a first difference the states differ too, and every later row would be reported again.
-        if plane is not None and (difference := _difference(plane, event, actions)):
-            books.wrong(difference)
-            plane = None
-    live = [account for account in books.accounts.values() if account.fate == "live"]
-    trained = sum(account.fate == "trained" for account in books.accounts.values())
-    violations = books.findings.violations
-    return AuditResult(not violations, trained, books.dropped, len(live), violations)
+        if self.plane is not None:
+            self._replay(self.plane, event, tuple(actions))
 
+    def _replay(self, plane: ControlPlane, event: Event, actions: tuple[Action, ...]) -> None:
+        """Compares the recorded actions with those of `plane`, up to the first difference.
 
-def _difference(plane: ControlPlane, event: Event, actions: Sequence[Action]) -> str:
-    """Replays a recorded event with `plane`; returns "" if `plane` returns the recorded actions.
+        After it the states differ too, and every later row would be reported again.
+        """
+        difference = ""
+        try:
+            answered = plane.handle(event)
+            if answered != actions:
+                difference = (
+                    f"replaying the journal gives the actions {answered}, but the journal records {actions}"
+                )
+        except (ControlError, *MALFORMED) as error:
+            self.plane = None
+            difference = f"the control plane rejects this event when the journal is replayed: {error!r}"
+        if difference and self._is_answered:
+            self._is_answered = False
+            self._books.wrong(difference)
 
-    Otherwise returns a text: how the actions differ, or why `plane` rejects the event.
-    """
-    try:
-        answered = plane.handle(event)
-    except (ControlError, *MALFORMED) as error:
-        return f"the control plane rejects this event when the journal is replayed: {error!r}"
-    if answered != tuple(actions):
-        return f"replaying the journal gives the actions {answered}, but the journal records {tuple(actions)}"
-    return ""
+    def result(self) -> AuditResult:
+        """Returns the violations so far, and the counts of groups.
+
+        The counts: groups trained, groups dropped (by reason), and groups in flight (neither of the two).
+        """
+        books = self._books
+        violations, accounts = list(books.findings.violations), books.accounts
+        trained, in_flight = accounts.count("trained"), len(accounts.live())
+        return AuditResult(not violations, trained, books.dropped, in_flight, violations)
 
 
 def _oldest_trained(config: Config) -> int | None:
@@ -205,7 +225,7 @@ class _Books:
         )
         if ordinal not in self.accounts:
             self._admit(ordinal)
-        account = self.accounts[ordinal]
+        account = self.accounts.of(ordinal)
         begun = {*account.oldest, *account.turns, *account.held}
         missing = sorted(set(range(self.group_size)) - begun)
         # Apart from the rest of a group that came back with its host.
@@ -248,7 +268,7 @@ class _Books:
     def _admit(self, ordinal: int) -> None:
         admitted, refunds = len(self.accounts) + 1, sum(self.dropped.values())
         size, eta = self.batch_size, self.config.max_staleness
-        self.accounts[ordinal] = Account()
+        self.accounts.admit(ordinal)
         self.require(
             ordinal == admitted - 1, f"ordinal {ordinal} was admitted, but the next ordinal is {admitted - 1}"
         )
@@ -271,11 +291,11 @@ class _Books:
         member = event.sample.member
         asked = min(account.asked.values()) if member in account.turns else account.asked[event.host]
         versions = versions or [asked]  # a completion without tokens is as old as its dispatch
-        self.require(
-            versions[0] >= asked,
-            f"{event.sample} began under version {versions[0]}, but was dispatched for at least version "
-            f"{asked}",
-        )
+        if versions[0] < asked:
+            self.wrong(
+                f"{event.sample} began under version {versions[0]}, but was dispatched for at least version "
+                f"{asked}"
+            )
         account.away.discard(member)
         account.oldest[member], account.newest[member] = versions[0], versions[-1]
         for span in event.spans:
@@ -286,19 +306,18 @@ class _Books:
     def _check_versions(self, event: e.SampleFinished | e.TurnFinished) -> list[int]:
         """Checks the weights versions of the event's tokens, and returns them in the tokens' order."""
         versions = [span.version for span in event.spans]
-        self.require(
-            versions == sorted(versions), f"the token versions of {event.sample} decrease: {versions}"
-        )
-        self.require(
-            len(set(versions)) <= 1 or self.config.on_update not in ONE_VERSION,
-            f"{event.sample} has tokens of versions {versions}; generation.on_update={self.config.on_update} "
-            "allows only one",
-        )
-        self.require(
-            max(versions, default=0) <= self.committed,
-            f"{event.sample} has tokens of version {max(versions, default=0)}, but the newest committed "
-            f"version is {self.committed}",
-        )
+        if versions != sorted(versions):
+            self.wrong(f"the token versions of {event.sample} decrease: {versions}")
+        if len(set(versions)) > 1 and self.config.on_update in ONE_VERSION:
+            self.wrong(
+                f"{event.sample} has tokens of versions {versions}; "
+                f"generation.on_update={self.config.on_update} allows only one"
+            )
+        if (newest := max(versions, default=0)) > self.committed:
+            self.wrong(
+                f"{event.sample} has tokens of version {newest}, but the newest committed version is "
+                f"{self.committed}"
+            )
         return versions
 
     # --- turns ----------------------------------------------------------------------------------------------
@@ -353,7 +372,7 @@ class _Books:
             )
             return
         self.ready.discard(action.ordinal)
-        self.accounts[action.ordinal] = Account(attempt=action.attempt, is_again=True)
+        self.accounts.restart(action.ordinal, action.attempt)
 
     def _on_drop(self, action: e.Drop) -> None:
         account = self.accounts.of(action.ordinal)
@@ -364,7 +383,7 @@ class _Books:
             )
             return
         self.ready.discard(action.ordinal)
-        account.fate, account.host, account.target = action.reason, "", ""
+        self.accounts.close(action.ordinal, action.reason)
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -470,8 +489,7 @@ class _Books:
                 account.fate == "live",
                 f"ordinal {ordinal} was trained in batch {event.step}, but its state was {account.fate}",
             )
-            # Members and versions are not needed any more; the fate is, to find a second training or drop.
-            self.accounts[ordinal] = Account(account.attempt, fate="trained")
+            self.accounts.close(ordinal, "trained")
         self.trained_version, self.training = event.step + 1, None
 
     def _check_mask(self, event: e.BatchTrained) -> None:
@@ -492,7 +510,7 @@ class _Books:
 
     def _on_finish(self, action: e.Finish) -> None:
         # A run drains: admission stops at steps x B + refunds, so nothing may be left over at its end.
-        live = [ordinal for ordinal, account in self.accounts.items() if account.fate == "live"]
+        live = list(self.accounts.live())
         self.require(not live, f"the run finished with ordinals {live} neither trained nor dropped")
         self.require(
             self.trained_version >= self.steps,

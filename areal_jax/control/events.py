@@ -8,6 +8,7 @@ restarted from its prompt (0 = never).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -558,24 +559,27 @@ Action = HostCommand | WorkflowCommand | Score | Train | Hold | Drop | Reissue |
 EVENTS: dict[str, type] = {kind.__name__: kind for kind in Event.__args__}
 ACTIONS: dict[str, type] = {kind.__name__: kind for kind in Action.__args__}
 
+WITH_DICTS = {kind.__name__ for kind in (RunResumed, BatchTrained)}
+"""Kinds of events with dicts, whose lists stay lists."""
+
 
 def to_wire(record: Event | Action) -> tuple[str, list[Any]]:
     """Returns (class name, field values in order) for msgpack, which stores tuples as lists."""
-    return type(record).__name__, [getattr(record, f.name) for f in fields(record)]
+    return type(record).__name__, list(vars(record).values())
 
 
-def from_wire(name: str, values: list[Any], kinds: dict[str, type]) -> Any:
+def from_wire(name: str, values: Sequence[Any], kinds: dict[str, type]) -> Any:
     """Returns the record that `to_wire` turned into `name` and `values`; lists become tuples again.
 
-    `kinds`: the possible classes by name, EVENTS or ACTIONS. Raises KeyError if `kinds` lacks `name`.
+    `values`: in a list, or in a tuple if there are no lists among them. `kinds`: the possible classes by
+    name, EVENTS or ACTIONS. Raises KeyError if `kinds` lacks `name`.
     """
     kind = kinds[name]
-    record = kind(*(_freeze(value) for value in values))
-    # Fields that hold records of their own have one name in all kinds, so that names alone restore them.
-    for attribute, restore in _RESTORE.items():
-        if hasattr(record, attribute):
-            object.__setattr__(record, attribute, restore(getattr(record, attribute)))
-    return record
+    values = [*values] if isinstance(values, tuple) else [_freeze(value) for value in values]
+    for place, restore in _PLACES[kind]:
+        if place < len(values):  # else an older version wrote the record, and the field has a default
+            values[place] = restore(values[place])
+    return kind(*values)
 
 
 def _freeze(value: Any) -> Any:
@@ -587,3 +591,9 @@ _RESTORE = {
     "samples": lambda value: tuple(SampleId(*item) for item in value),
     "spans": lambda value: tuple(VersionSpan(*item) for item in value),
 }
+"""Fields that hold records of their own have one name in all kinds."""
+_PLACES = {
+    kind: [(place, _RESTORE[each.name]) for place, each in enumerate(fields(kind)) if each.name in _RESTORE]
+    for kind in (*EVENTS.values(), *ACTIONS.values())
+}
+"""Kind -> the places among its values that hold records, and what makes these of them."""

@@ -63,7 +63,7 @@ class HostBooks:
 
     def lose(self, host: str) -> None:
         if self.versions.pop(host, None) is not None:
-            for account in self._accounts.values():
+            for account in self._accounts.live().values():
                 if account.host == host:
                     account.host, account.target, account.is_again = "", "", True
                     account.held.clear()

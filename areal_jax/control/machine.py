@@ -151,7 +151,7 @@ class ControlPlane:
         versions = episode_turns.require_versions(self.state, event)
         yield from episode_turns.forgotten(self.state, event.sample)
         group = self.state.finish(event.sample, versions[0])
-        if not group.unfinished:
+        if group.is_finished:
             yield e.Score(group.ordinal, group.attempt)
 
     def _reward_scored(self, event: e.RewardScored) -> Iterator[Action]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_jax.control import events as e
 from areal_jax.control.errors import ControlError
 from areal_jax.types import SampleId
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,12 @@ class GroupState:
     @property
     def counted(self) -> int:
         """Number of samples in that host's `HostState.outstanding`."""
-        return len(self.unfinished) - len(self.away)
+        return self.oldest.count(None) - len(self.away)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all samples are finished."""
+        return None not in self.oldest
 
     @property
     def unfinished(self) -> tuple[SampleId, ...]:
@@ -245,7 +252,7 @@ class State:
     @property
     def hosts_behind(self) -> list[str]:
         """Names of hosts that have unfinished samples and have not adopted the newest committed version."""
-        used = {group.counted_on for group in self.groups.values() if group.unfinished}
+        used = {group.counted_on for group in self.groups.values() if not group.is_finished}
         return [name for name, host in self.hosts.items() if name in used and host.version < self.version]
 
     def has_begun(self, batches: int, batch_size: int) -> bool:
@@ -295,8 +302,8 @@ class State:
         if member not in group.away:
             self.unload(group.counted_on, 1)
         versions = (*group.oldest[:member], oldest, *group.oldest[member + 1 :])
-        group = replace(group, oldest=versions, away=tuple(one for one in group.away if one != member))
-        if not group.unfinished:
+        group = _changed(group, oldest=versions, away=tuple(one for one in group.away if one != member))
+        if group.is_finished:
             self.unlist(group.ordinal)
             group = replace(group, stage="scoring", host="", target="", is_offered=False)
         self.groups[group.ordinal] = group
@@ -362,7 +369,14 @@ class State:
     def unload(self, name: str, samples: int) -> None:
         """Lowers the number of unfinished samples recorded for a host by `samples`, which may be negative."""
         host = self.hosts[name]
-        self.hosts[name] = replace(host, outstanding=host.outstanding - samples)
+        self.hosts[name] = _changed(host, outstanding=host.outstanding - samples)
+
+
+def _changed(record: T, **values: Any) -> T:
+    """Returns what `dataclasses.replace` does, in a fifth of its time: these run for every sample."""
+    changed = object.__new__(type(record))
+    vars(changed).update(vars(record) | values)
+    return changed
 
 
 def to_plain(state: State) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from areal_jax.models.model import Params
 from areal_jax.observe.evals import append_eval, read_evals
 from areal_jax.observe.waits import WaitTimeout
 from areal_jax.types import ArealError, PolicyVersion, VersionedParams
-from areal_jax.weights.staged import MANIFEST, committed
+from areal_jax.weights.manifest import MANIFEST, committed
 
 POLL_S = 1.0
 

@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -83,15 +83,16 @@ class MetricsWriter:
                 self._file.close()
 
 
+REWRITTEN = "`areal-jax resume` on the run's folder rewrites the file from the journal"
+
+
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """Returns every complete row of the folder's metrics.jsonl, in order; empty if there is no such file.
 
     Ignores an incomplete last line that a crash left. Raises ArealError for any other line that is not a JSON
     object.
     """
-    return read_objects(
-        folder / FILE, "`areal-jax resume` on the run's folder rewrites the file from the journal"
-    )
+    return read_objects(folder / FILE, REWRITTEN)
 
 
 def rewrite(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -115,20 +116,30 @@ def read_objects(path: Path, remedy: str) -> list[dict[str, Any]]:
     Ignores text after the last line break: a line that a crash cut short. Raises ArealError for a line that
     is not a JSON object; the error's message ends with `remedy`.
     """
-    if not path.exists():
-        return []
-    *lines, _cut_short = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ArealError(f"{path}, line {number}: not JSON ({error}); {remedy}") from None
-        if not isinstance(found[-1], dict):
-            raise ArealError(f"{path}, line {number}: not a JSON object: {line[:40]!r}; {remedy}")
-    return found
+    return list(_objects(path, path.stat().st_size, remedy)) if path.exists() else []
+
+
+def rows_so_far(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of `read_rows`, one at a time, as far as the file goes when this function is called."""
+    path = folder / FILE
+    return _objects(path, path.stat().st_size, REWRITTEN) if path.exists() else iter(())
+
+
+def _objects(path: Path, size: int, remedy: str) -> Iterator[dict[str, Any]]:
+    """Yields the objects in the first `size` bytes of the file."""
+    with path.open("rb") as file:
+        number = 0
+        while file.tell() < size and (raw := file.readline()).endswith(b"\n"):
+            number += 1
+            if not (line := raw.decode(errors="replace")).strip():
+                continue
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ArealError(f"{path}, line {number}: not JSON ({error}); {remedy}") from None
+            if not isinstance(found, dict):
+                raise ArealError(f"{path}, line {number}: not a JSON object: {line[:40]!r}; {remedy}")
+            yield found
 
 
 def as_json(value: Any) -> Any:

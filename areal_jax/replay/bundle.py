@@ -53,13 +53,14 @@ from areal_jax.replay.past_versions import OutOfReach, past_batch, past_versions
 from areal_jax.replay.reopened import UNREPEATED, Reopened, differences_text, reopened
 from areal_jax.replay.replay import Replay
 from areal_jax.runtime.compute_choice import recorded_choice
-from areal_jax.runtime.differences import Comparison, Difference, same
+from areal_jax.runtime.differences import MACHINE, Comparison, Difference, same
 from areal_jax.runtime.recovery import Journaled, Note, journaled_batches
-from areal_jax.runtime.trainer_loop import MACHINE, batch_again, train_batch
+from areal_jax.runtime.trainer_loop import batch_again, train_batch
 from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.types import ArealError, Group
-from areal_jax.weights.digest import combine, digest, leaf_digests, to_plain
+from areal_jax.weights.digest import digest, leaf_digests, to_plain
+from areal_jax.weights.manifest import combine
 
 PARAMS = "params."
 

@@ -9,8 +9,9 @@ each file may be one step ahead of the journal, or behind it, by what a kill lea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +27,23 @@ from areal_jax.assembly.run_folder import (
 from areal_jax.config.tree import Config
 from areal_jax.control import audit
 from areal_jax.control import events as e
-from areal_jax.control.machine import ControlPlane
 from areal_jax.control.reward_gate import paid, rewards_of
 from areal_jax.control.state import from_plain, to_plain
 from areal_jax.models.io.safetensors_folder import ABOUT, read_header, read_json
 from areal_jax.models.io.safetensors_folder import CONFIG as MODEL_CONFIG
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import FILE as METRICS
-from areal_jax.observe.metrics import as_json, read_rows
+from areal_jax.observe.metrics import as_json, rows_so_far
 from areal_jax.runtime.batch_figures import figures_of_rewards
-from areal_jax.runtime.differences import name_of
+from areal_jax.runtime.differences import MACHINE, name_of
 from areal_jax.runtime.rows import RowMaker
-from areal_jax.runtime.trainer_loop import MACHINE
 from areal_jax.trajectories.codec import CodecError, decode, digest_of
 from areal_jax.trajectories.journal import JournalError, Row, pack, unpack, with_rewards
 from areal_jax.trajectories.paths import paths_of, spans_of
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import NOT_SAMPLED, ArealError, Group, Prompt, SampleId, Trajectory
-from areal_jax.weights.digest import combine
 from areal_jax.weights.folder import weights_folder
-from areal_jax.weights.staged import checked_manifest, committed
+from areal_jax.weights.manifest import checked_manifest, combine, committed
 
 PARAMS = "params."
 """Beginning of the names of the parameters' leaves in a checkpoint."""
@@ -57,81 +55,127 @@ UNLIKE = ("checkpoints", "digests")
 TOLERANCE = 1e-9
 """Largest relative difference of a figure that is computed again, which another version of numpy may give."""
 
+FAR = 1_000_000
+"""A group's ordinal that exceeds those before it by more is not stored by place (`GroupSet`)."""
+
 MALFORMED = (*audit.MALFORMED, ArealError)
 """What reading a value of a wrong form may raise."""
+
+
+@dataclass
+class SeenGroup:
+    """What the events say of a group."""
+
+    finished: dict[SampleId, bool] = field(default_factory=dict)
+    """Each finished sample -> whether its trajectory must be stored."""
+    episodes: set[SampleId] = field(default_factory=set)
+    """Samples with a turn."""
+    scored: dict[int, e.RewardScored] = field(default_factory=dict)
+    """By attempt: the group's rewards."""
+
+
+class GroupSet:
+    """A set of (ordinal, attempt). Groups that were not restarted, nearly all, take a byte each."""
+
+    def __init__(self) -> None:
+        self._firsts = bytearray()
+        self._others: set[tuple[int, int]] = set()
+
+    def __contains__(self, group: tuple[int, int]) -> bool:
+        ordinal, attempt = group
+        is_first = attempt == 0 and 0 <= ordinal < len(self._firsts)
+        return (is_first and bool(self._firsts[ordinal])) or group in self._others
+
+    def add(self, ordinal: int, attempt: int) -> None:
+        # Ordinals come nearly in order; a number far beyond is none of the run's.
+        if attempt == 0 and 0 <= ordinal < len(self._firsts) + FAR:
+            self._firsts.extend(bytes(max(0, ordinal + 1 - len(self._firsts))))
+            self._firsts[ordinal] = True
+        else:
+            self._others.add((ordinal, attempt))
 
 
 class FolderAudit:
     """Compares a run's folder with the journal's events, which `seen` takes in order.
 
-    The constructor reads tables and files before the events, which therefore have at least what these have;
-    the run may go on meanwhile.
+    The constructor looks at tables and files before the events, which therefore have at least what these
+    have; the run may go on meanwhile. What is known of a group is forgotten once it was trained or dropped:
+    memory depends on the number of groups in flight and of stored trajectories, not on the run's length.
     """
 
     def __init__(self, folder: Path, config: Config, journal: SqliteQueue) -> None:
         self._folder, self._config, self._journal = folder, config, journal
         self._found: list[str] = []
+        self.audit = audit.Audit(config)
         self._bound = journal.last_seq
         """Events up to this number were there before tables and files were read."""
-        self._rows: list[dict[str, Any]] = []
         self._evals: list[dict[str, Any]] = []
         try:
-            self._rows, self._evals = read_rows(folder), read_evals(folder)
+            self._evals = read_evals(folder)
         except ArealError as error:
             self._found.append(str(error))
+        self._metrics = rows_so_far(folder)
+        self._count = 0
+        """Number of rows that `_metrics` has yielded."""
         self._checkpoints = committed(folder / CHECKPOINTS)
         self._weights = weights_folder(config, folder)
         self._versions = committed(self._weights)
         self._exports = [path for path in (folder / EXPORTS).glob("*") if path.name.isdecimal()]
         self._broken = journal.broken_link()
-        self._rewards, self._snapshots = journal.rewards(), journal.snapshots()
-        self._stored = dict(self._read_trajectories())
+        self._snapshots = set(journal.snapshot_seqs())
+        self._stored: defaultdict[int, set[SampleId]] = defaultdict(set)
+        """Ordinal -> samples with a stored trajectory, of groups that are neither trained nor dropped."""
+        for sample in journal.stored_samples():
+            self._stored[sample.ordinal].add(sample)
 
-        self._plane: ControlPlane | None = ControlPlane(config)
         self._counts = RowMaker(dict, (), control=config.control)
         self._is_counted = True
         """Whether the next row counts all that `_counts` has seen: after a resume an older version may have
         made it (`RowMaker.COUNTED`)."""
         self._seq = 0
-        self._trained: list[e.BatchTrained] = []
+        self._digests: list[str] = []
+        """Digest of the parameters after each trained batch."""
         self._trained_before = 0
         """Number of batches trained by events that were there before the files were read."""
-        self._step_of: dict[int, int] = {}
-        """Ordinal of a trained group -> its step."""
         self._is_training = False
         self._published: dict[int, set[str]] = {}
         """Version -> digests of its parameters as published."""
         self._is_repeated: set[int] = set()
         """Versions that a resume trained again, maybe with other bits than the journal has."""
-        self._finished: dict[SampleId, tuple[int, e.SampleFinished]] = {}
-        self._episodes: set[SampleId] = set()
-        self._scored: dict[tuple[int, int], tuple[int, e.RewardScored]] = {}
-        self._dropped: set[int] = set()
+        self._groups: defaultdict[int, SeenGroup] = defaultdict(SeenGroup)
+        """By ordinal: groups that are neither trained nor dropped."""
+        self._rewarded = GroupSet()
+        """(ordinal, attempt) of all groups with a RewardScored."""
+        self._missing: deque[tuple[int, str]] = deque()
+        """(step, violation) for each sample of a trained group that has no stored trajectory. It is none if
+        a newer checkpoint follows."""
         branch = journal.header.get(BRANCH)
         self._first_own = branch["step"] if branch else 0
         """Number of the first batch that was trained with this run's config."""
         self._saved = self._first_own
         """Version of the newest checkpoint by the events that were there before the files were read."""
 
-    def seen(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yields the journal's rows, and takes in each of them."""
-        for row in rows:
-            if not self._seq and row.seq != 1:
-                self._wrong(f"the journal begins with event {row.seq}; the events before it are missing")
-            self._seq = row.seq
-            try:
-                self._see(row)
-            except MALFORMED as error:
-                self._wrong(
-                    f"row {row.seq}: {type(row.event).__name__} has values of a wrong form: {error!r}"
-                )
-            yield row
+    def see(self, row: Row) -> None:
+        """Takes in the journal's next row."""
+        if not self._seq and row.seq != 1:
+            self._wrong(f"the journal begins with event {row.seq}; the events before it are missing")
+        self._seq = row.seq
+        try:
+            self._see(row)
+        except MALFORMED as error:
+            self._wrong(f"row {row.seq}: {type(row.event).__name__} has values of a wrong form: {error!r}")
+        self.audit.see(row.seq, row.event, row.actions)
+        if (plane := self.audit.plane) is not None:
+            self._is_training = plane.state.training is not None
+        if row.seq in self._snapshots:
+            self._snapshots.remove(row.seq)
+            self._check_snapshot(row.seq)
 
     def violations(self) -> list[str]:
         """Returns what contradicts the events; call it once all of them were seen."""
         for check in (
             self._check_header,
-            self._check_metrics,
+            self._check_rows,
             self._check_checkpoints,
             self._check_weights,
             self._check_exports,
@@ -161,9 +205,22 @@ class FolderAudit:
 
     def _see(self, row: Row) -> None:
         is_early, event = row.seq <= self._bound, row.event
-        is_stale = self._is_stale(event)
-        batch = self._plane.state.training if self._plane is not None else None
+        plane = self.audit.plane
+        is_stale = plane is not None and plane.state.is_stale(event)
+        batch = plane.state.training if plane is not None else None
         match event:
+            case e.SampleFinished(sample) if not is_stale:
+                # Older versions of areal-jax recorded no digest.
+                self._groups[sample.ordinal].finished[sample] = is_early and bool(event.digest)
+                if sample in self._stored.get(sample.ordinal, ()):
+                    self._check_trajectory(sample, event)
+            case e.RewardScored(ordinal, attempt) if (ordinal, attempt) not in self._rewarded:
+                self._rewarded.add(ordinal, attempt)
+                self._check_reward(event)
+                if not is_stale:
+                    self._groups[ordinal].scored[attempt] = event
+            case e.TurnFinished(sample) if not is_stale:
+                self._groups[sample.ordinal].episodes.add(sample)
             case e.RunStarted(digest):
                 self._published.setdefault(0, set()).add(digest)
             case e.RunResumed():
@@ -177,48 +234,65 @@ class FolderAudit:
                 self._is_repeated.update(range(version, self._last_version + 1))
             case e.CheckpointCommitted(version) if is_early:
                 self._saved = max(self._saved, version)
-            case e.TurnFinished(sample) if not is_stale:
-                self._episodes.add(sample)
-            case e.SampleFinished(sample) if not is_stale:
-                self._finished[sample] = row.seq, event
-            case e.RewardScored(ordinal, attempt):
-                self._scored.setdefault((ordinal, attempt), (row.seq, event))
-            case e.BatchTrained() if not is_stale:
+                while self._missing and self._missing[0][0] < self._saved:
+                    self._missing.popleft()
+            case e.BatchTrained(step) if not is_stale:
                 self._see_batch(event, batch)
-                self._trained.append(event)
+                self._check_metrics(event)
+                self._digests.append(event.digest)
                 self._trained_before += is_early
-                self._step_of |= dict.fromkeys(event.ordinals, event.step)
-        self._dropped |= {action.ordinal for action in row.actions if isinstance(action, e.Drop)}
+                for ordinal in event.ordinals:
+                    self._end_group(ordinal, step)
+        for action in row.actions:
+            if isinstance(action, e.Drop):
+                self._end_group(action.ordinal)
         self._counts.see(event, row.actions)
-        self._advance(row)
-
-    def _is_stale(self, event: e.Event) -> bool:
-        return self._plane is not None and self._plane.state.is_stale(event)
 
     @property
     def _last_version(self) -> int:
-        return self._trained[-1].step + 1 if self._trained else 0
+        return len(self._digests)
 
-    def _advance(self, row: Row) -> None:
-        """Folds the event, and compares the state with a snapshot that was stored after it."""
-        stored = self._snapshots.pop(row.seq, None)
-        if self._plane is None:
+    def _end_group(self, ordinal: int, step: int | None = None) -> None:
+        """Checks which trajectories of a group are stored, and forgets the group.
+
+        `step`: the batch that trained it; None if it was dropped.
+        """
+        stored, seen = self._stored.pop(ordinal, set()), self._groups.pop(ordinal, SeenGroup())
+        self._check_ends(stored, seen)
+        if step is None:
+            return
+        for sample in seen.finished.keys() - stored:
+            if seen.finished[sample] and (stored or step >= self._saved):
+                said = self._said_missing(sample, f"it was trained in step {step}")
+                # Trajectories are deleted by groups, after a checkpoint.
+                self._wrong(said) if stored else self._missing.append((step, said))
+
+    def _check_ends(self, stored: Iterable[SampleId], seen: SeenGroup) -> None:
+        for sample in stored:
+            if sample not in seen.finished and sample not in seen.episodes:
+                self._wrong(f"there is a trajectory of sample {name_of(sample)}, but no event of its end")
+
+    def _said_missing(self, sample: SampleId, fate: str) -> str:
+        return (
+            f"sample {name_of(sample)} has no stored trajectory, but {fate}, and the newest checkpoint is "
+            f"{self._saved}; trajectories are deleted by groups, after a checkpoint"
+        )
+
+    def _check_snapshot(self, seq: int) -> None:
+        """Compares the state after an event with the snapshot that was stored then."""
+        stored, plane = self._journal.snapshot_at(seq), self.audit.plane
+        if stored is None or plane is None:
             return
         try:
-            self._plane.handle(row.event)
-        except MALFORMED:  # `control.audit` names it
-            self._plane = None
+            then = unpack(pack(to_plain(from_plain(stored))))
+        except MALFORMED as error:
+            self._wrong(f"row {seq}: the stored snapshot of the state has values of a wrong form: {error!r}")
             return
-        self._is_training = self._plane.state.training is not None
-        if stored is None:
-            return
-        now = self._plane.snapshot()
-        then = unpack(pack(to_plain(from_plain(stored))))
-        now = unpack(pack(now))
+        now = unpack(pack(plane.snapshot()))
         names = [name for name in now if name not in UNLIKE and now[name] != then.get(name)]
         if names:
             self._wrong(
-                f"row {row.seq}: the stored snapshot of the state has {names[0]} {then.get(names[0])}, but "
+                f"row {seq}: the stored snapshot of the state has {names[0]} {then.get(names[0])}, but "
                 f"the events give {now[names[0]]}"
             )
 
@@ -230,7 +304,7 @@ class FolderAudit:
             if self._journal.is_chained and event.step >= self._first_own:
                 self._wrong(f"step {event.step}: the metrics lack {MACHINE}")
             return
-        groups = self._groups(batch) if batch is not None else ()
+        groups = self._groups_of(batch) if batch is not None else ()
         gates = () if batch is None else batch.gates
         if groups:
             again = self._counts.of_journal(event.step, groups, gates)
@@ -246,16 +320,18 @@ class FolderAudit:
                     f"rewards and events give {again[name]!r}"
                 )
 
-    def _groups(self, batch: e.Train) -> tuple[Group, ...]:
+    def _groups_of(self, batch: e.Train) -> tuple[Group, ...]:
         """Returns the groups of a batch with the rewards that it was trained on.
 
         Empty if trajectories were deleted; `_check_trajectories` says whether they should be there.
         """
         size, groups = self._config.algorithm.group_size, []
+        if any(not self._stored.get(ordinal) for ordinal in batch.ordinals):
+            return ()
         try:
             for ordinal, attempt in zip(batch.ordinals, batch.attempts, strict=True):
                 members = self._journal.group(ordinal, attempt, size)
-                _, scored = self._scored[ordinal, attempt]
+                scored = self._groups[ordinal].scored[attempt]
                 groups.append(Group(ordinal, Prompt(""), with_rewards(members, scored)))
         except (JournalError, CodecError):
             return ()
@@ -264,32 +340,43 @@ class FolderAudit:
     def _reward_figures(self, batch: e.Train | None) -> dict[str, float]:
         if batch is None:
             return {}
-        scored = [self._scored[one][1] for one in zip(batch.ordinals, batch.attempts, strict=True)]
+        scored = [
+            self._groups[ordinal].scored[attempt]
+            for ordinal, attempt in zip(batch.ordinals, batch.attempts, strict=True)
+        ]
         return figures_of_rewards(
             [rewards_of(one.rewards, [dict(parts) for parts in one.parts], batch.gates) for one in scored]
         )
 
     # --- tables ---------------------------------------------------------------------------------------------
 
-    def _read_trajectories(self) -> Iterator[tuple[SampleId, dict[str, Any]]]:
-        """Yields each stored sample with what its event says of it, too."""
-        for sample, blob in self._journal.payloads():
-            try:
-                one = decode(blob)
-                self._check_trajectory(sample, one)
-                yield (
-                    sample,
-                    {
-                        "digest": digest_of(one),
-                        "spans": tuple(spans_of(one)),
-                        "stop_reason": one.stop_reason,
-                        "interruptions": one.interruptions,
-                    },
+    def _check_trajectory(self, sample: SampleId, event: e.SampleFinished) -> None:
+        """Compares a stored trajectory with the event of its end, and with the run's settings."""
+        if (payload := self._journal.payload(sample)) is None:  # deleted meanwhile
+            return
+        try:
+            one = decode(payload)
+            self._check_settings(sample, one)
+            stored = {
+                "digest": digest_of(one),
+                "spans": tuple(spans_of(one)),
+                "stop_reason": one.stop_reason,
+                "interruptions": one.interruptions,
+            }
+        except MALFORMED as error:
+            self._wrong(f"the trajectory of sample {name_of(sample)} cannot be read: {error}")
+            return
+        for name, value in stored.items():
+            recorded = getattr(event, name)
+            # Older versions of areal-jax recorded no digest.
+            if recorded != value and (recorded or name != "digest"):
+                self._wrong(
+                    f"sample {name_of(sample)}, {name}: its event has {recorded!r}, its stored trajectory "
+                    f"{value!r}"
                 )
-            except MALFORMED as error:
-                self._wrong(f"the trajectory of sample {name_of(sample)} cannot be read: {error}")
+                return
 
-    def _check_trajectory(self, sample: SampleId, one: Trajectory) -> None:
+    def _check_settings(self, sample: SampleId, one: Trajectory) -> None:
         """Checks what its digest leaves out, because it follows from the run's settings."""
         g, name = self._config.generation.sampling, name_of(sample)
         if one.sample != sample:
@@ -303,45 +390,27 @@ class FolderAudit:
             self._wrong(f"sample {name} was sampled with {one.sampling}, but the config has {g}")
 
     def _check_trajectories(self) -> None:
-        for sample, stored in self._stored.items():
-            if sample in self._finished:
-                self._compare_trajectory(self._finished[sample][1], stored)
-            elif sample not in self._episodes:
-                self._wrong(f"there is a trajectory of sample {name_of(sample)}, but no event of its end")
-        partly = {sample.ordinal for sample in self._stored}
-        for sample, (seq, event) in self._finished.items():
-            is_needed = event.digest and sample.ordinal not in self._dropped and seq <= self._bound
-            if not is_needed or sample in self._stored:
-                continue
-            step = self._step_of.get(sample.ordinal)
-            if step is None or step >= self._saved or sample.ordinal in partly:
-                fate = "it is not trained" if step is None else f"it was trained in step {step}"
-                self._wrong(
-                    f"sample {name_of(sample)} has no stored trajectory, but {fate}, and the newest "
-                    f"checkpoint is {self._saved}; trajectories are deleted by groups, after a checkpoint"
-                )
+        for ordinal, seen in self._groups.items():
+            for sample in seen.finished.keys() - self._stored.get(ordinal, set()):
+                if seen.finished[sample]:
+                    self._wrong(self._said_missing(sample, "it is not trained"))
+        for ordinal, stored in self._stored.items():
+            self._check_ends(stored, self._groups.get(ordinal, SeenGroup()))
+        self._found += [said for step, said in self._missing if step >= self._saved]
 
-    def _compare_trajectory(self, event: e.SampleFinished, stored: Mapping[str, Any]) -> None:
-        for name, value in stored.items():
-            recorded = getattr(event, name)
-            # Older versions of areal-jax recorded no digest.
-            if recorded != value and (recorded or name != "digest"):
-                self._wrong(
-                    f"sample {name_of(event.sample)}, {name}: its event has {recorded!r}, its stored "
-                    f"trajectory {value!r}"
-                )
-                return
+    def _check_reward(self, event: e.RewardScored) -> None:
+        stored = self._journal.scored(event.ordinal, event.attempt)
+        group = f"group {event.ordinal}" + (f", attempt {event.attempt}" if event.attempt else "")
+        if stored is None:
+            self._wrong(f"{group} was scored, but its rewards are not stored")
+        elif _wire(stored) != _wire(event):
+            self._wrong(f"{group}: its event has {event}, the stored rewards are {stored}")
 
     def _check_rewards(self) -> None:
-        for key, stored in self._rewards.items():
-            group = f"group {key[0]}" + (f", attempt {key[1]}" if key[1] else "")
-            if key not in self._scored:
+        for ordinal, attempt in self._journal.rewarded():
+            if (ordinal, attempt) not in self._rewarded:
+                group = f"group {ordinal}" + (f", attempt {attempt}" if attempt else "")
                 self._wrong(f"{group} has stored rewards, but no event RewardScored")
-            elif _wire(stored) != _wire(self._scored[key][1]):
-                self._wrong(f"{group}: its event has {self._scored[key][1]}, the stored rewards are {stored}")
-        for key, (seq, _) in self._scored.items():
-            if seq <= self._bound and key not in self._rewards:
-                self._wrong(f"group {key[0]} was scored, but its rewards are not stored")
 
     # --- files ----------------------------------------------------------------------------------------------
 
@@ -353,26 +422,43 @@ class FolderAudit:
                 "resume` takes changes as words, which do not change the file"
             )
 
-    def _check_metrics(self) -> None:
-        for batch, row in zip(self._trained, self._rows, strict=False):
-            if (recorded := as_json(batch.metrics)) != row:
-                names = [
-                    name for name in sorted(recorded.keys() | row.keys())
-                    if recorded.get(name) != row.get(name) or (name in recorded) != (name in row)
-                ]  # fmt: skip
-                self._wrong(
-                    f"{METRICS}, step {batch.step}, {names[0]}: the file has {row.get(names[0])!r}, the "
-                    f"journal {recorded.get(names[0])!r}"
-                )
-        if len(self._rows) > len(self._trained):
+    def _check_metrics(self, batch: e.BatchTrained) -> None:
+        """Compares the next row of the file with that of the batch."""
+        if (row := self._next_row()) is None or (recorded := as_json(batch.metrics)) == row:
+            return
+        names = [
+            name
+            for name in sorted(recorded.keys() | row.keys())
+            if recorded.get(name) != row.get(name) or (name in recorded) != (name in row)
+        ]
+        self._wrong(
+            f"{METRICS}, step {batch.step}, {names[0]}: the file has {row.get(names[0])!r}, the journal "
+            f"{recorded.get(names[0])!r}"
+        )
+
+    def _next_row(self) -> dict[str, Any] | None:
+        """Returns the next row of the file; None at its end, or if it cannot be read."""
+        try:
+            row = next(self._metrics, None)
+        except ArealError as error:
+            self._wrong(str(error))
+            return None
+        self._count += row is not None
+        return row
+
+    def _check_rows(self) -> None:
+        trained = len(self._digests)
+        while self._next_row() is not None:
+            pass
+        if self._count > trained:
             self._wrong(
-                f"{METRICS} has {len(self._rows)} steps, but the journal ends after {len(self._trained)}: "
-                "the end of the journal is missing"
+                f"{METRICS} has {self._count} steps, but the journal ends after {trained}: the end of the "
+                "journal is missing"
             )
         # A kill between the journal's row and the file's leaves one row less.
-        if len(self._rows) < self._trained_before - 1:
+        if self._count < self._trained_before - 1:
             self._wrong(
-                f"{METRICS} has {len(self._rows)} of the journal's {self._trained_before} steps; `areal-jax "
+                f"{METRICS} has {self._count} of the journal's {self._trained_before} steps; `areal-jax "
                 "resume` writes the file anew"
             )
 
@@ -391,7 +477,7 @@ class FolderAudit:
     def _digest_of(self, version: int) -> str:
         """Returns the journaled digest of a version's parameters; "" if these may have other bits."""
         is_trained = 0 < version <= self._last_version and version not in self._is_repeated
-        return self._trained[version - 1].digest if is_trained else ""
+        return self._digests[version - 1] if is_trained else ""
 
     def _check_checkpoints(self) -> None:
         for version in self._checkpoints:
@@ -474,10 +560,10 @@ def audit_run(folder: Path) -> audit.AuditResult:
 
     See `areal_jax.control.audit` and `FolderAudit`.
     """
-    config = run_config(folder)
     with open_journal(folder) as journal:
-        of_folder = FolderAudit(folder, config, journal)
-        rows = of_folder.seen(journal.rows())
-        found = audit.audit(config, ((row.seq, row.event, row.actions) for row in rows))
+        of_folder = FolderAudit(folder, run_config(folder), journal)
+        for row in journal.rows():
+            of_folder.see(row)
+        found = of_folder.audit.result()
         violations = [*found.violations, *of_folder.violations()]
     return replace(found, ok=not violations, violations=violations)

@@ -21,7 +21,8 @@ from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.journal import JournalError
 from areal_jax.types import Group, VersionedParams
 from areal_jax.weights import staged
-from areal_jax.weights.store import StagedError
+from areal_jax.weights.errors import StagedError
+from areal_jax.weights.manifest import committed
 
 
 class Past(NamedTuple):
@@ -79,7 +80,7 @@ def past_batch(run: Reopened, parts: Parts, one: Journaled) -> tuple[tuple[Group
 
 def _start(run: Reopened, parts: Parts, version: int, note: Note) -> tuple[TrainState, int]:
     folder, begun = run.folder / CHECKPOINTS, run.stretch_of(version).first_step
-    usable = [one for one in staged.committed(folder) if begun <= one <= version]
+    usable = [one for one in committed(folder) if begun <= one <= version]
     for one in reversed(usable):
         try:
             state = staged.read(folder / str(one), parts.learner.abstract_state())

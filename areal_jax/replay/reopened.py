@@ -19,7 +19,7 @@ from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.run_folder import BRANCH, open_journal, run_config
 from areal_jax.config.loading import load_config, make_config, resolved
 from areal_jax.config.tree import Config
-from areal_jax.runtime.trainer_loop import MACHINE
+from areal_jax.runtime.differences import MACHINE
 from areal_jax.trajectories.sqlite import SqliteQueue
 
 IN_MEMORY = ("weights.backend=memory",)

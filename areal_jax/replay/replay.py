@@ -34,10 +34,10 @@ from areal_jax.observe.waits import Timeline
 from areal_jax.replay.folder_audit import audit_run
 from areal_jax.replay.reopened import Reopened, reopened
 from areal_jax.runtime.compute_choice import recorded_choice
-from areal_jax.runtime.differences import Comparison, Difference, name_of, same
+from areal_jax.runtime.differences import MACHINE, Comparison, Difference, name_of, same
 from areal_jax.runtime.recovery import Journaled, Note
 from areal_jax.runtime.rows import RowMaker
-from areal_jax.runtime.trainer_loop import MACHINE, batch_again, train_batch
+from areal_jax.runtime.trainer_loop import batch_again, train_batch
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.codec import digest_of
 from areal_jax.trajectories.journal import JournalError, Row, with_rewards
@@ -45,8 +45,9 @@ from areal_jax.trajectories.paths import spans_of
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import Group, PolicyVersion, SampleId, Trajectory, VersionedParams
 from areal_jax.weights.digest import leaf_digests
-from areal_jax.weights.staged import checked_manifest
-from areal_jax.weights.store import StagedError, wire_copy
+from areal_jax.weights.errors import StagedError
+from areal_jax.weights.manifest import checked_manifest
+from areal_jax.weights.store import wire_copy
 
 WithTokens = e.SampleFinished | e.TurnFinished
 """The events that come with tokens, which a replay generates again."""

@@ -12,6 +12,9 @@ from areal_jax.trajectories.codec import OPTIONAL, PRODUCED
 from areal_jax.trajectories.paths import paths_of
 from areal_jax.types import ArealError, SampleId, Trajectory
 
+MACHINE = "machine"
+"""Name of the metric that says on which kind of machine a batch was trained (`devices.training_machine`)."""
+
 LOGP_BOUND = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest accepted difference of a token's log-prob, in nats, by the dtype of published weights."""
 

@@ -20,8 +20,8 @@ from areal_jax.control.events import (
 )
 from areal_jax.control.reward_gate import paid
 from areal_jax.runtime.compute_choice import recorded_choice
-from areal_jax.runtime.differences import Comparison, Difference
-from areal_jax.runtime.trainer_loop import MACHINE, TrainBatch, Trainer, batch_again
+from areal_jax.runtime.differences import MACHINE, Comparison, Difference
+from areal_jax.runtime.trainer_loop import TrainBatch, Trainer, batch_again
 from areal_jax.trainer.checkpoint import discard_newer, restore
 from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.sqlite import SqliteQueue

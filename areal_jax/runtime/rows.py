@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -25,12 +25,14 @@ from areal_jax.control.events import (
     cause_of,
 )
 from areal_jax.control.reward_gate import Gates
-from areal_jax.generation.commands import Statistics
 from areal_jax.observe.waits import CONTROL, CONTROL_ALONE, HELD, idle_share
 from areal_jax.runtime.batch_figures import batch_figures, length_figures, reward_figures
 from areal_jax.trajectories.age_mask import oldest_trained
 from areal_jax.trajectories.paths import turns_of
 from areal_jax.types import Group
+
+if TYPE_CHECKING:
+    from areal_jax.generation.commands import Statistics
 
 BY_TASK = ("reward_mean", "signal_share", "completion_tokens_mean", "truncated_share")
 """Fields of a metrics row that a run with several tasks also has for each task, besides `failed_rewards`."""

@@ -25,6 +25,7 @@ from areal_jax.observe.waits import HELD, Clock, get
 from areal_jax.parallel.agreement import leads
 from areal_jax.runtime.compute_choice import plan_groups
 from areal_jax.runtime.device_memory import MemoryWatch
+from areal_jax.runtime.differences import MACHINE
 from areal_jax.runtime.turns import OneDevice
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.learner import Learner
@@ -36,9 +37,6 @@ from areal_jax.types import ArealError, Group, SampleId, Trajectory, VersionedPa
 from areal_jax.weights.store import ParamPublisher
 
 BATCH = "a batch from the control plane"
-
-MACHINE = "machine"
-"""Name of the metric that says on which kind of machine a batch was trained (`devices.training_machine`)."""
 
 TrajectorySource = Callable[[Mapping[int, SampleId]], Mapping[int, Trajectory]]
 """`source(samples)` returns the scored trajectories of at least these samples. Keys of `samples` and of the

@@ -35,9 +35,9 @@ from areal_jax.serving.endpoint import STOP_S, Address, HostServers, ServerLimit
 from areal_jax.serving.requests import RequestError, Served, invalid
 from areal_jax.types import ArealError, Sampling, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.manifest import committed
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxReader
-from areal_jax.weights.staged import committed
 from areal_jax.weights.store import load_newer
 
 WATCH_S = 0.2

@@ -20,8 +20,9 @@ from areal_jax.parallel.agreement import leads
 from areal_jax.trainer.state import TrainState
 from areal_jax.weights import staged
 from areal_jax.weights.digest import leaf_sums
-from areal_jax.weights.staged import Detached, committed
-from areal_jax.weights.store import StagedError
+from areal_jax.weights.errors import StagedError
+from areal_jax.weights.manifest import committed
+from areal_jax.weights.staged import Detached
 from areal_jax.weights.writer import OnFailure, Writer
 
 

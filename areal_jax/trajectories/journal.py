@@ -65,10 +65,13 @@ def pack(value: Any) -> bytes:
     return cast(bytes, msgpack.packb(value, default=_plain))
 
 
-def unpack(blob: bytes) -> Any:
-    """Returns the values that `pack` turned into `blob`; raises JournalError for other bytes."""
+def unpack(blob: bytes, *, has_tuples: bool = False) -> Any:
+    """Returns the values that `pack` turned into `blob`; raises JournalError for other bytes.
+
+    `has_tuples`: whether lists become tuples, which an event's or action's fields are.
+    """
     try:
-        return msgpack.unpackb(blob, strict_map_key=False)
+        return msgpack.unpackb(blob, strict_map_key=False, use_list=not has_tuples)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise JournalError(
             f"the journal has {len(blob)} bytes that are no values ({error}); it was damaged or changed, so "

@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from areal_jax.control.events import (
     ACTIONS,
     EVENTS,
+    WITH_DICTS,
     EpisodeEnded,
+    Event,
     RewardScored,
     SampleFinished,
     TurnFinished,
@@ -209,8 +210,10 @@ class SqliteQueue:
         statement = "SELECT * FROM events WHERE seq > ? ORDER BY seq LIMIT ?"
         while chunk := self._all(statement, (after_seq, _CHUNK_ROWS)):
             for seq, wall_s, kind, event, actions in chunk:
-                answers = tuple(self._known(name, values, ACTIONS) for name, values in unpack(actions))
-                yield Row(seq, wall_s, self._known(kind, unpack(event), EVENTS), answers)
+                answers = tuple(
+                    self._known(name, values, ACTIONS) for name, values in unpack(actions, has_tuples=True)
+                )
+                yield Row(seq, wall_s, self._event(kind, event), answers)
             after_seq = chunk[-1][0]
 
     def events(self, kind: str, after_seq: int = 0) -> Iterator[Any]:
@@ -218,7 +221,7 @@ class SqliteQueue:
         statement = "SELECT seq, event FROM events WHERE seq > ? AND kind = ? ORDER BY seq LIMIT ?"
         while chunk := self._all(statement, (after_seq, kind, _CHUNK_ROWS)):
             for _, event in chunk:
-                yield self._known(kind, unpack(event), EVENTS)
+                yield self._event(kind, event)
             after_seq = chunk[-1][0]
 
     def trajectory(self, sample: SampleId) -> Trajectory:
@@ -226,15 +229,13 @@ class SqliteQueue:
 
         Raises JournalError if the journal never had the trajectory, or if it was deleted.
         """
-        ordinal, member, attempt = sample
-        statement = "SELECT payload FROM trajectories WHERE ordinal = ? AND attempt = ? AND member = ?"
-        found = self._all(statement, (ordinal, attempt, member))
-        if not found:
+        payload = self.payload(sample)
+        if payload is None:
             raise JournalError(
                 f"{self.path} has no trajectory of {sample}: it never finished, or was deleted after its "
                 "group was trained (raise observe.keep_groups to keep more)"
             )
-        return self._rewarded(ordinal, attempt, [decode(found[0][0])])[0]
+        return self._rewarded(sample.ordinal, sample.attempt, [decode(payload)])[0]
 
     def group(self, ordinal: int, attempt: int, size: int) -> tuple[Trajectory, ...]:
         """Returns a group's trajectories in member order, with their rewards if the group was scored.
@@ -261,25 +262,34 @@ class SqliteQueue:
             return None
         return from_wire("RewardScored", [ordinal, attempt, *unpack(found[0][0])], EVENTS)
 
-    def rewards(self) -> dict[tuple[int, int], RewardScored]:
-        """Returns (ordinal, attempt) -> the stored rewards, for every group that was scored."""
-        found = self._all("SELECT ordinal, attempt, scored FROM rewards")
-        return {
-            (ordinal, attempt): self._known("RewardScored", [ordinal, attempt, *unpack(scored)], EVENTS)
-            for ordinal, attempt, scored in found
-        }
+    def rewarded(self) -> Iterator[tuple[int, int]]:
+        """Yields (ordinal, attempt) of every group with stored rewards."""
+        after = (-1, -1)
+        statement = "SELECT ordinal, attempt FROM rewards WHERE (ordinal, attempt) > (?, ?) LIMIT ?"
+        while chunk := self._all(statement, (*after, _CHUNK_ROWS)):
+            yield from chunk
+            after = chunk[-1]
 
-    def payloads(self) -> Iterator[tuple[SampleId, bytes]]:
-        """Yields the sample and the encoded trajectory of every stored trajectory."""
-        statement = "SELECT ordinal, member, attempt FROM trajectories"
-        of_one = "SELECT payload FROM trajectories WHERE ordinal = ? AND member = ? AND attempt = ?"
-        for sample in self._all(statement):
-            for (payload,) in self._all(of_one, sample):  # none if it was deleted meanwhile
-                yield SampleId(*sample), payload
+    def stored_samples(self) -> list[SampleId]:
+        """Returns the samples with a stored trajectory."""
+        return [
+            SampleId(*sample) for sample in self._all("SELECT ordinal, member, attempt FROM trajectories")
+        ]
 
-    def snapshots(self) -> dict[int, dict[str, Any]]:
-        """Returns number of the last event -> state, for every stored snapshot."""
-        return {seq: unpack(state) for seq, state in self._all("SELECT seq, state FROM snapshots")}
+    def payload(self, sample: SampleId) -> bytes | None:
+        """Returns the encoded trajectory of a sample; None if it is not stored."""
+        statement = "SELECT payload FROM trajectories WHERE ordinal = ? AND member = ? AND attempt = ?"
+        found = self._all(statement, sample)
+        return found[0][0] if found else None
+
+    def snapshot_seqs(self) -> list[int]:
+        """Returns for each stored snapshot the number of its last event, ascending."""
+        return [seq for (seq,) in self._all("SELECT seq FROM snapshots ORDER BY seq")]
+
+    def snapshot_at(self, seq: int) -> dict[str, Any] | None:
+        """Returns the state that was stored after event `seq`; None if none was."""
+        found = self._all("SELECT state FROM snapshots WHERE seq = ?", (seq,))
+        return unpack(found[0][0]) if found else None
 
     def broken_link(self) -> str:
         """Returns where the stored digests first contradict header or events; "" if nowhere, or without."""
@@ -287,18 +297,29 @@ class SqliteQueue:
             return ""
         ends = "SELECT (SELECT max(seq) FROM events), (SELECT max(seq) FROM chain)"
         ((last, linked),) = self._all(ends)
-        chain = self._all("SELECT seq, digest FROM chain WHERE seq <= ? ORDER BY seq", (linked,))
         ((header,),) = self._all("SELECT value FROM header")
-        if chain[:1] != [(0, _digest_of(b"", [(0, header)]))]:
+        links = self._links(linked)
+        before = 0, _digest_of(b"", [(0, header)])
+        if next(links, None) != before:
             return "the journal's header was changed after it was written: its digest differs"
-        for (before, digest), (seq, own) in pairwise(chain):
-            if own != _digest_of(digest, self._all(_LINKED, (before, seq))):
+        for seq, own in links:
+            first, digest = before
+            if own != _digest_of(digest, self._all(_LINKED, (first, seq))):
                 return (
-                    f"events {before + 1} to {seq} were changed after they were written: their digest differs"
+                    f"events {first + 1} to {seq} were changed after they were written: their digest differs"
                 )
+            before = seq, own
         if (last or 0) != linked:
             return f"the journal ends with event {last or 0}, but digests were written up to event {linked}"
         return ""
+
+    def _links(self, until: int | None) -> Iterator[tuple[int, bytes]]:
+        """Yields (number of the last event, digest) of every transaction, up to event `until`."""
+        after = -1
+        statement = "SELECT seq, digest FROM chain WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
+        while chunk := self._all(statement, (after, until, _CHUNK_ROWS)):
+            yield from chunk
+            after = chunk[-1][0]
 
     def copy_until(self, seq: int, path: Path, header: dict[str, Any]) -> None:
         """Writes to `path` a journal with this header and the events up to number `seq`.
@@ -357,7 +378,10 @@ class SqliteQueue:
         scored = self.scored(ordinal, attempt)
         return tuple(members) if scored is None else with_rewards(members, scored)
 
-    def _known(self, kind: str, values: list[Any], kinds: dict[str, type]) -> Any:
+    def _event(self, kind: str, blob: bytes) -> Event:
+        return self._known(kind, unpack(blob, has_tuples=kind not in WITH_DICTS), EVENTS)
+
+    def _known(self, kind: str, values: Sequence[Any], kinds: dict[str, type]) -> Any:
         try:
             return from_wire(kind, values, kinds)
         except (KeyError, TypeError) as error:

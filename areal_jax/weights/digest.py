@@ -8,15 +8,16 @@ of the leaves' checksums, names, shapes and dtypes.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+
+from areal_jax.weights.manifest import combine
 
 ROWS = 64
 """Largest number of slices into which `_sum_by_slices` splits a matrix."""
@@ -68,12 +69,6 @@ def to_plain(tree: Any) -> dict[str, Any]:
     """Returns the tree as a flat dict, leaf path -> leaf, as versions are stored: any tool can read it."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in named}
-
-
-def combine(leaves: Mapping[str, str]) -> str:
-    # Sorted, so that a tree and the flat map of its leaves in a manifest have the same digest.
-    text = "\n".join(f"{name}={value}" for name, value in sorted(leaves.items()))
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @jax.jit

@@ -17,16 +17,9 @@ import numpy as np
 
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import VersionGoneError, WeightsError
 from areal_jax.weights.links import Weights
-from areal_jax.weights.store import (
-    BeforeCommit,
-    Probe,
-    VersionGoneError,
-    WeightsError,
-    is_published,
-    spans_devices,
-    wire_copy,
-)
+from areal_jax.weights.store import BeforeCommit, Probe, is_published, spans_devices, wire_copy
 
 
 class MemoryStore:

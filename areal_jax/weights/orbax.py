@@ -23,18 +23,12 @@ from areal_jax.config.tree import Config
 from areal_jax.parallel.agreement import leads
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights import staged
-from areal_jax.weights.digest import combine
+from areal_jax.weights.errors import StagedError, VersionDamagedError, VersionGoneError
 from areal_jax.weights.folder import require_room, weights_folder
+from areal_jax.weights.manifest import MANIFEST, combine, committed, read_manifest
 from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
-from areal_jax.weights.staged import MANIFEST, Detached
-from areal_jax.weights.store import (
-    BeforeCommit,
-    Fetched,
-    Probe,
-    StagedError,
-    VersionDamagedError,
-    VersionGoneError,
-)
+from areal_jax.weights.staged import Detached
+from areal_jax.weights.store import BeforeCommit, Fetched, Probe
 
 CANARY = "canary"
 
@@ -51,7 +45,7 @@ class OrbaxReader:
 
     def latest(self) -> PolicyVersion | None:
         """Returns the newest version in the folder that this reader has not found damaged, or None."""
-        for version in reversed(staged.committed(self._folder)):
+        for version in reversed(committed(self._folder)):
             if version not in self._refused or self._identity(version) != self._refused[version]:
                 return version
         return None
@@ -72,7 +66,7 @@ class OrbaxReader:
         if identity is None:
             raise VersionGoneError.of(version, self.latest())
         with self._refusing(version, identity):
-            manifest = staged.read_manifest(path)
+            manifest = read_manifest(path)
             like = staged.described(str(path), manifest.leaves, shardings)
             checked = staged.fetch(path, jax.tree.unflatten(jax.tree.structure(shardings), like.values()))
 
@@ -156,7 +150,7 @@ class OrbaxStore(OrbaxReader, Publisher):
         if is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
         # Old versions are removed before the write, while no reader is busy with the new version.
-        there = staged.committed(self._folder)
+        there = committed(self._folder)
         void = [v for v in there if v > wire.version] if is_first else there[: -max(1, self._keep - 1)]
         self._remove(void)
         version.leaves()
@@ -165,7 +159,7 @@ class OrbaxStore(OrbaxReader, Publisher):
             tree = Detached(wire.params, version.sums)
             deadline_s = self._settings.deadline_s
             staged.write(self._folder, wire.version, tree, about, version.announce, deadline_s)
-        self._remove(staged.committed(self._folder)[: -1 if is_first else -self._keep])
+        self._remove(committed(self._folder)[: -1 if is_first else -self._keep])
 
     def _remove(self, versions: list[PolicyVersion]) -> None:
         if leads():
@@ -175,8 +169,6 @@ class OrbaxStore(OrbaxReader, Publisher):
         """Whether the folder already has `wire`, the version to commit, undamaged and with equal bits."""
         path = self._folder / str(wire.version)
         try:
-            return combine(staged.read_manifest(path).leaves) == wire.digest and bool(
-                staged.read(path, wire.params)
-            )
+            return combine(read_manifest(path).leaves) == wire.digest and bool(staged.read(path, wire.params))
         except StagedError:
             return False

@@ -15,15 +15,8 @@ from typing import Any
 import jax
 
 from areal_jax.types import PolicyVersion, VersionedParams
-from areal_jax.weights.store import (
-    Fetched,
-    FetchingReader,
-    VersionGoneError,
-    WeightsError,
-    fetch_newer,
-    load_newer,
-    spans_devices,
-)
+from areal_jax.weights.errors import VersionGoneError, WeightsError
+from areal_jax.weights.store import Fetched, FetchingReader, fetch_newer, load_newer, spans_devices
 
 LOOK_S = 0.01
 """Seconds between two queries for a newer version while there is none."""

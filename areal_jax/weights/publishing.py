@@ -10,8 +10,10 @@ import jax
 
 from areal_jax.parallel.agreement import leads
 from areal_jax.types import VersionedParams
-from areal_jax.weights.digest import combine, name_sums
-from areal_jax.weights.store import BeforeCommit, Probe, WeightsError, is_published, start_copy
+from areal_jax.weights.digest import name_sums
+from areal_jax.weights.errors import WeightsError
+from areal_jax.weights.manifest import combine
+from areal_jax.weights.store import BeforeCommit, Probe, is_published, start_copy
 from areal_jax.weights.writer import OnFailure, Writer
 
 

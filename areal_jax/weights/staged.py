@@ -20,14 +20,11 @@ Trainer checkpoints and published weights versions (`weights.orbax`) both use th
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -41,9 +38,8 @@ from jax.sharding import Sharding
 from areal_jax.file_errors import is_full, require_space, space_left
 from areal_jax.parallel.agreement import DisagreementError, leads, together
 from areal_jax.weights.digest import leaf_digests, name_sums, to_plain
-from areal_jax.weights.store import StagedError, VersionDamagedError
-
-MANIFEST, STATE = "manifest.json", "state"
+from areal_jax.weights.errors import StagedError, VersionDamagedError
+from areal_jax.weights.manifest import MANIFEST, STATE, Manifest, brief, checked_manifest, files, render
 
 DEADLINE_S = 600.0
 """Seconds that the processes of a jax.distributed world wait for each other, if the caller gives no
@@ -53,32 +49,7 @@ deadline.
 LEAF_FILES_BYTES = 16_384
 """Space that a leaf takes beside its data: descriptions, and the rest of blocks of the file system."""
 
-FORMAT = 1
-"""Number of the manifest's format; increased with each change that older programs cannot read."""
-
 _LEAF = re.compile(r"(\w+)\[([\d, ]*)\]:[0-9a-f]{8}")
-_CHUNK = re.compile(r"\d+(\.\d+)*")
-
-
-class Manifest(NamedTuple):
-    """The contents of a version's manifest, which `read_manifest` has found undamaged."""
-
-    leaves: dict[str, str]
-    """Leaf path -> digest of the leaf, `dtype[shape]:sum`, as `digest.leaf_digests` returns it."""
-    files: dict[str, list[Any]]
-    """Path of a file below `state` -> [size in bytes, CRC-32 in hex]. A chunk (data of a leaf) has None
-    instead of the CRC-32, because the leaf's digest covers these data.
-    """
-    about: dict[str, Any]
-    """Further facts, as plain JSON values: what `about()` returned when the version was written."""
-
-
-def committed(folder: Path) -> list[int]:
-    """Returns the complete versions in `folder` (those with a manifest), oldest first."""
-    # No glob: it takes a folder without read permission for an empty one.
-    names = os.listdir(folder) if folder.is_dir() else []
-    numbers = [int(name) for name in names if name.isascii() and name.isdigit()]
-    return sorted(n for n in numbers if (folder / str(n) / MANIFEST).exists())
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -154,7 +125,7 @@ def write(
             _save(staged / STATE, to_plain(tree.tree))
         with together(f"{folder}: a version is committed", deadline_s):
             if leads():
-                contents = {"version": version, "leaves": leaves, "files": _files(staged / STATE)}
+                contents = {"version": version, "leaves": leaves, "files": files(staged / STATE)}
                 contents |= {"about": about(), "written_s": time.time()}
                 _commit(staged, final, contents, before_commit)
     except OSError as error:
@@ -203,48 +174,7 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def render(manifest: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a manifest file: `manifest`, FORMAT, and a digest of both, as sorted JSON."""
-    contents = {"format": FORMAT, **{key: manifest[key] for key in manifest if key != "digest"}}
-    text = json.dumps(contents, sort_keys=True).encode()
-    whole = {**contents, "digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
-    return json.dumps(whole, sort_keys=True, indent=1).encode() + b"\n"
-
-
 # --- reading ------------------------------------------------------------------------------------------------
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest in a version's folder; raises StagedError if the file is missing or damaged."""
-    try:
-        data = (path / MANIFEST).read_bytes()
-        found = json.loads(data)
-        is_whole = isinstance(found, dict) and render(found) == data
-    except (OSError, ValueError) as error:
-        raise StagedError(
-            f"{path} is damaged: {MANIFEST} cannot be read ({_brief(error)}); check the disk. An older "
-            "version is used if there is one"
-        ) from None
-    if not is_whole or found["format"] != FORMAT:
-        raise StagedError(
-            f"{path} is damaged: {MANIFEST} was changed after it was written, or is not of format {FORMAT}; "
-            "use the areal-jax version that wrote it. An older version is used if there is one"
-        )
-    if str(found["version"]) != path.name:
-        raise StagedError(
-            f"{path} contains version {found['version']}; rename the folder to {found['version']}"
-        )
-    return Manifest(found["leaves"], found["files"], found["about"])
-
-
-def checked_manifest(path: Path) -> Manifest:
-    """Returns the manifest in a version's folder, which names the folder's files with their sizes and sums.
-
-    Raises StagedError if the manifest or a file is missing or damaged. A chunk of a leaf may have other data.
-    """
-    manifest = read_manifest(path)
-    _require_files(path, manifest)
-    return manifest
 
 
 def described(what: str, leaves: Mapping[str, str], shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -324,30 +254,6 @@ def _require_leaves(path: Path, manifest: Manifest, plain: Mapping[str, Any], is
             )
 
 
-def _require_files(path: Path, manifest: Manifest) -> None:
-    try:
-        found = _files(path / STATE)
-    except OSError as error:
-        raise StagedError(
-            f"{path} cannot be read ({_brief(error)}); check its permissions and the disk"
-        ) from None
-    for name, was in manifest.files.items():
-        if found.get(name) != was:
-            what = f"bytes and checksum {found[name]}, but {was} when written" if name in found else "missing"
-            raise StagedError(f"{path} is damaged: file {name}: {what}; check the disk")
-
-
-def _files(folder: Path) -> dict[str, list[Any]]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): _file(path) for path in paths}
-
-
-def _file(path: Path) -> list[Any]:
-    # Chunks are as large as the parameters, and the leaves' digests, computed on the devices, cover them.
-    is_chunk = _CHUNK.fullmatch(path.name) is not None
-    return [path.stat().st_size, None if is_chunk else f"{zlib.crc32(path.read_bytes()):08x}"]
-
-
 # --- Orbax --------------------------------------------------------------------------------------------------
 
 
@@ -380,7 +286,7 @@ def _save(folder: Path, plain: Mapping[str, jax.Array]) -> None:
         try:
             handler.save(epath.Path(folder.absolute()), args=ocp.args.PyTreeSave(dict(plain)))
         except ValueError as error:  # TensorStore wraps errors of the operating system in it
-            raise OSError(_brief(error)) from error
+            raise OSError(brief(error)) from error
 
 
 def _restore(path: Path, plain: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -399,7 +305,7 @@ def _restore(path: Path, plain: Mapping[str, Any]) -> dict[str, jax.Array]:
             raise
         except Exception as error:  # noqa: BLE001 - Orbax wraps all kinds of errors of its readers
             raise StagedError(
-                f"{path} cannot be read ({_brief(error)}); check its permissions and the disk"
+                f"{path} cannot be read ({brief(error)}); check its permissions and the disk"
             ) from None
 
 
@@ -422,7 +328,3 @@ def _sync_one(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _brief(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.models.config import is_router
-from areal_jax.types import ArealError, PolicyVersion, VersionedParams
-from areal_jax.weights.digest import combine, digest, leaf_sums, name_sums, on_device
+from areal_jax.types import PolicyVersion, VersionedParams
+from areal_jax.weights.digest import digest, leaf_sums, name_sums, on_device
+from areal_jax.weights.errors import PublisherLostError, VersionDamagedError, VersionGoneError, WeightsError
+from areal_jax.weights.manifest import combine
 
 LOAD_ATTEMPTS = 100
 """Number of attempts of `load_newer` if each time the version is removed between `latest` and `load`."""
@@ -57,34 +59,6 @@ class Probe:
 
 BeforeCommit = Callable[[VersionedParams], None]
 """Called with a version, in the form that readers will load (cast), before any reader can load it."""
-
-
-class WeightsError(ArealError):
-    """Parameters or their log-probs differ from the publisher's, or a version cannot be published."""
-
-
-class VersionGoneError(WeightsError):
-    """The requested version was never committed, or was removed after a newer one was committed."""
-
-    @classmethod
-    def of(cls, version: PolicyVersion, newest: PolicyVersion | None) -> VersionGoneError:
-        """Returns the error for a `version` that a store does not hold; `newest`: its latest version."""
-        return cls(f"version {version} is not in the store; the newest there is {newest}; load that version")
-
-
-class VersionDamagedError(WeightsError):
-    """A version's files or bits differ from those published; the reader's `latest` no longer returns it."""
-
-
-class PublisherLostError(WeightsError):
-    """The publisher cannot be reached, or was lost during a pull; the host keeps its current version."""
-
-
-class StagedError(WeightsError):
-    """A version's folder cannot be written or read.
-
-    The message names the folder, the file or leaf if known, and the cause.
-    """
 
 
 Taken = TypeVar("Taken")

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from areal_jax.weights.store import StagedError
+from areal_jax.weights.errors import StagedError
 
 OnFailure = Callable[[BaseException], None]
 

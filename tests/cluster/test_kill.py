@@ -17,7 +17,7 @@ import pytest
 
 from areal_jax.observe.evals import read_evals
 from areal_jax.observe.metrics import read_rows
-from areal_jax.weights.staged import committed
+from areal_jax.weights.manifest import committed
 
 pytestmark = pytest.mark.slow
 SOAK = pytest.mark.soak

@@ -14,7 +14,7 @@ import pytest
 
 from areal_jax.observe.metrics import read_rows
 from areal_jax.replay.folder_audit import audit_run
-from areal_jax.weights.staged import committed
+from areal_jax.weights.manifest import committed
 from tests.cluster.agents import QUIET, pids_of, wait_until
 from tests.cluster.slurm import DEADLINE_S, Clusters, Slurm
 from tests.ports import reserved_ports

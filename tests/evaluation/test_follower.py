@@ -27,7 +27,7 @@ from areal_jax.observe.waits import WaitTimeout
 from areal_jax.parallel.mesh import make_mesh
 from areal_jax.types import ArealError
 from areal_jax.weights.digest import digest
-from areal_jax.weights.staged import committed
+from areal_jax.weights.manifest import committed
 from tests.evaluation.test_command import flip_a_bit, without_times
 from tests.hangs import HANG_S
 from tests.small_run import small

@@ -17,8 +17,9 @@ from areal_jax.parallel.mesh import make_mesh, param_shardings
 from areal_jax.tasks.tokenizers import ByteTokenizer
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import WeightsError
 from areal_jax.weights.memory import MemoryStore
-from areal_jax.weights.store import Probe, WeightsError
+from areal_jax.weights.store import Probe
 
 PUBLISHERS = [{"fsdp": 4}, {"fsdp": 1, "tensor": 2}]
 HOSTS = [{"tensor": 1}, {"tensor": 2}]

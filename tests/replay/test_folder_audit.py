@@ -35,7 +35,7 @@ from areal_jax.trajectories.codec import decode, digest_of, encode
 from areal_jax.trajectories.journal import Entry, JournalError, pack, unpack
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import ArealError
-from areal_jax.weights.staged import MANIFEST, render
+from areal_jax.weights.manifest import MANIFEST, render
 from tests.small_run import small
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from areal_jax.runtime import one_process
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.weights import staged
-from areal_jax.weights.staged import committed
+from areal_jax.weights.manifest import committed
 from tests.hangs import HANG_S, wait_for
 from tests.small_run import killed_at, small
 

@@ -19,7 +19,7 @@ from areal_jax.runtime.context import open_context
 from areal_jax.runtime.driver import Driver
 from areal_jax.trajectories.journal import Entry
 from areal_jax.trajectories.sqlite import SqliteQueue
-from areal_jax.weights.staged import MANIFEST
+from areal_jax.weights.manifest import MANIFEST
 
 
 @pytest.mark.parametrize(

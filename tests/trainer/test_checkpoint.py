@@ -37,8 +37,9 @@ from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.weights import staged
 from areal_jax.weights.digest import leaf_sums
-from areal_jax.weights.staged import MANIFEST, Detached, render
-from areal_jax.weights.store import StagedError
+from areal_jax.weights.errors import StagedError
+from areal_jax.weights.manifest import MANIFEST, render
+from areal_jax.weights.staged import Detached
 from tests.hangs import HANG_S
 from tests.trainer.conftest import LENGTH, same_bits
 from tests.trainer.killed_checkpoint import small_state

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from areal_jax.weights.digest import combine, digest, leaf_digests
+from areal_jax.weights.digest import digest, leaf_digests
+from areal_jax.weights.manifest import combine
 
 SHAPE = (6, 8)
 WORDS = {"float32": np.uint32, "bfloat16": np.uint16}

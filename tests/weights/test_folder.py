@@ -14,9 +14,9 @@ from areal_jax.config.loading import ConfigError, load_config
 from areal_jax.config.tree import Config
 from areal_jax.types import ArealError
 from areal_jax.weights.folder import cleaned_weights, require_room, weights_folder
+from areal_jax.weights.manifest import committed
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.staged import committed
 from tests.small_run import small
 from tests.weights.values import DEADLINE_S, probe, value
 

@@ -19,16 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from areal_jax.types import VersionedParams
 from areal_jax.weights import staged
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import VersionDamagedError, VersionGoneError, WeightsError
+from areal_jax.weights.manifest import MANIFEST, render
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.staged import MANIFEST, render
-from areal_jax.weights.store import (
-    Probe,
-    VersionDamagedError,
-    VersionGoneError,
-    WeightsError,
-    load_newer,
-)
+from areal_jax.weights.store import Probe, load_newer
 from tests.weights.values import DEADLINE_S, HERE, THERE, newest, probe, same, value
 
 

@@ -14,19 +14,12 @@ import pytest
 
 from areal_jax.types import VersionedParams
 from areal_jax.weights import digest as digests
+from areal_jax.weights.errors import PublisherLostError, VersionDamagedError, VersionGoneError, WeightsError
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.prefetch import Prefetcher
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import (
-    ParamStore,
-    Probe,
-    PublisherLostError,
-    VersionDamagedError,
-    VersionGoneError,
-    WeightsError,
-    load_newer,
-)
+from areal_jax.weights.store import ParamStore, Probe, load_newer
 from tests.weights.values import (
     DEADLINE_S,
     HERE,

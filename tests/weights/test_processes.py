@@ -20,9 +20,10 @@ import pytest
 from areal_jax.generation.engine import Engine
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import PublisherLostError
+from areal_jax.weights.manifest import committed
 from areal_jax.weights.orbax import OrbaxReader
-from areal_jax.weights.staged import committed
-from areal_jax.weights.store import PublisherLostError, load_newer
+from areal_jax.weights.store import load_newer
 from areal_jax.weights.transfer import arrays
 from areal_jax.weights.transfer.arrays import start_server
 from areal_jax.weights.transfer.pulling import Pull

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import VersionGoneError, WeightsError
 from areal_jax.weights.memory import MemoryStore
 from areal_jax.weights.orbax import OrbaxStore
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import ParamStore, Probe, VersionGoneError, WeightsError, load_newer
+from areal_jax.weights.store import ParamStore, Probe, load_newer
 from tests.hangs import HANG_S
 from tests.weights.values import (
     DEADLINE_S,

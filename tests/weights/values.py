@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import WeightsError
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import ParamReader, Probe, WeightsError, load_newer
+from areal_jax.weights.store import ParamReader, Probe, load_newer
 from areal_jax.weights.transfer.publisher import TransferStore
 from areal_jax.weights.transfer.reader import TransferReader
 from tests.hangs import HANG_S

@@ -36,8 +36,9 @@ from areal_jax.trainer.learner import Learner
 from areal_jax.trainer.state import TrainState
 from areal_jax.types import Batch, PolicyVersion, SampleId, VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import VersionGoneError
 from areal_jax.weights.publishing import Outgoing, Publisher, PublisherSettings
-from areal_jax.weights.store import ParamStore, Probe, VersionGoneError
+from areal_jax.weights.store import ParamStore, Probe
 from areal_jax.weights.writer import OnFailure
 
 REQUIRED_OF_TRAINER = (

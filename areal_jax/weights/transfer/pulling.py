@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from areal_jax.types import PolicyVersion
-from areal_jax.weights.store import PublisherLostError, VersionDamagedError, VersionGoneError
+from areal_jax.weights.errors import PublisherLostError, VersionDamagedError, VersionGoneError
 from areal_jax.weights.transfer.arrays import Incoming, spec_of, wait_for
 from areal_jax.weights.transfer.channel import Channel, ChannelError
 from areal_jax.weights.transfer.pieces import Box, are_whole, assemble

@@ -19,8 +19,9 @@ import numpy as np
 
 from areal_jax.types import PolicyVersion, VersionedParams
 from areal_jax.weights.digest import leaf_sums, name_sums
+from areal_jax.weights.errors import VersionDamagedError
 from areal_jax.weights.staged import described
-from areal_jax.weights.store import Fetched, Probe, VersionDamagedError, spans_devices
+from areal_jax.weights.store import Fetched, Probe, spans_devices
 from areal_jax.weights.transfer.channel import Channel, ChannelError
 from areal_jax.weights.transfer.pulling import Pull
 

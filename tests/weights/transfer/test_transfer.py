@@ -16,15 +16,9 @@ from jax.sharding import SingleDeviceSharding
 
 from areal_jax.types import VersionedParams
 from areal_jax.weights.digest import digest
+from areal_jax.weights.errors import PublisherLostError, VersionDamagedError, VersionGoneError, WeightsError
 from areal_jax.weights.publishing import PublisherSettings
-from areal_jax.weights.store import (
-    Probe,
-    PublisherLostError,
-    VersionDamagedError,
-    VersionGoneError,
-    WeightsError,
-    load_newer,
-)
+from areal_jax.weights.store import Probe, load_newer
 from areal_jax.weights.transfer import pulling
 from areal_jax.weights.transfer.arrays import Incoming, start_server
 from areal_jax.weights.transfer.channel import Channel, ChannelError
