@@ -43,7 +43,7 @@ class Workflows(Protocol):
 class EpisodeLog(Protocol):
     """The journal's methods that `Conversations` uses; `trajectories.sqlite.SqliteQueue` documents them."""
 
-    def events(self, kind: str) -> Iterable[Any]: ...
+    def live_events(self, kind: str) -> Iterable[Any]: ...
 
     def trajectory(self, sample: SampleId) -> Trajectory: ...
 
@@ -124,17 +124,17 @@ class Conversations:
         assert self._journal is not None
         # A TurnFinished that came too late, such as from a lost host, has no digest.
         finished: Mapping[tuple[SampleId, int], e.TurnFinished] = {
-            (one.sample, one.turn): one for one in self._journal.events("TurnFinished") if one.digest
+            (one.sample, one.turn): one for one in self._journal.live_events("TurnFinished") if one.digest
         }
-        for asked in self._journal.events("TurnAdded"):
+        for asked in self._journal.live_events("TurnAdded"):
             if is_live(asked.sample) and asked.turn == len(self.of(asked.sample).turns):
                 end = finished.get((asked.sample, asked.turn))
                 self.of(asked.sample).turns.append((asked, end))
-        returned = {(one.sample, one.call): one for one in self._journal.events("ToolReturned")}
-        for begun in self._journal.events("ToolStarted"):
+        returned = {(one.sample, one.call): one for one in self._journal.live_events("ToolReturned")}
+        for begun in self._journal.live_events("ToolStarted"):
             if is_live(begun.sample):
                 self.of(begun.sample).calls[begun.call] = begun, returned.get((begun.sample, begun.call))
-        for ended in self._journal.events("EpisodeEnded"):
+        for ended in self._journal.live_events("EpisodeEnded"):
             if is_live(ended.sample) and self.of(ended.sample).ended is None:
                 self.of(ended.sample).ended = ended
         for sample, one in self._open.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_jax.assembly.parts import assemble
 from areal_jax.assembly.run_folder import sample_id
-from areal_jax.control.events import SampleFinished
+from areal_jax.control.events import BatchTrained, SampleFinished, TurnAdded
 from areal_jax.generation.admission import KeptTurns
 from areal_jax.generation.regenerate import Finished
 from areal_jax.replay.past_versions import OutOfReach, past_versions
@@ -34,7 +34,8 @@ def replay_sample(folder: Path, name: str, note: Note = lambda _: None) -> Repla
     sample = sample_id(name)
     with reopened(folder) as run:
         event = _finished(run, sample)
-        if any(asked.sample == event.sample for asked in run.journal.events("TurnAdded")):
+        rows = run.journal.rows_of(sample.ordinal)
+        if any(isinstance(row.event, TurnAdded) and row.event.sample == sample for row in rows):
             note("replaying the run up to the sample, because it is an episode of several turns")
             return _whole(run, event, note)
         try:
@@ -67,7 +68,7 @@ def _alone(
 
 
 def _finished(run: Reopened, sample: SampleId) -> SampleFinished:
-    event = next((one for one in run.journal.events("SampleFinished") if one.sample == sample), None)
+    event = run.journal.finished(sample)
     if event is None:
         raise ArealError(
             f"{run.folder} has no finished sample {name_of(sample)}; `areal-jax audit {run.folder}` counts "
@@ -112,7 +113,8 @@ def _compare(run: Reopened, event: SampleFinished, note: Note, found: Replayed) 
 
 def _whole(run: Reopened, event: SampleFinished, note: Note) -> Replayed:
     """Replays the run up to the step that trained the sample's group, or to its end if none did."""
-    ordinal = event.sample.ordinal
-    steps = (one.step for one in run.journal.events("BatchTrained") if ordinal in one.ordinals)
-    last = next(steps, None)
+    last = None
+    for row in run.journal.rows_of(event.sample.ordinal):
+        if isinstance(row.event, BatchTrained) and event.sample.ordinal in row.event.ordinals:
+            last = row.event.step
     return replay_run(run, None if last is None else last + 1, note)

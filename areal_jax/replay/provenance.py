@@ -72,6 +72,10 @@ class Provenance:
         return lines
 
 
+DIGESTS = e.RunStarted, e.VersionCommitted, e.VersionReissued
+"""Events that give a version its digest."""
+
+
 def provenance(folder: Path, name: str, token: int) -> Provenance:
     """Returns where a token of the sample named ORDINAL/MEMBER[/ATTEMPT] comes from.
 
@@ -82,7 +86,12 @@ def provenance(folder: Path, name: str, token: int) -> Provenance:
     with open_journal(folder) as journal:
         one = journal.trajectory(sample)
         _require_sampled(one, token)
-        finished = next(event for event in journal.events("SampleFinished") if event.sample == sample)
+        finished = journal.finished(sample)
+        if finished is None:
+            raise ArealError(
+                f"sample {name_of(sample)} has a trajectory in {folder}, but no event of its end; check the "
+                f"folder with `areal-jax audit {folder}`"
+            )
         digest, hosts = _history(journal, sample, int(one.versions[token]))
         support = None if one.support is None else tuple(int(i) for i in one.support[token] if i >= 0)
         return Provenance(
@@ -130,10 +139,10 @@ def _key(config: Config, sample: SampleId, token: int, segment: int) -> tuple[in
 
 def _segment(journal: SqliteQueue, sample: SampleId, turn: int) -> int:
     """Returns the number of the episode's branch in which a turn was sampled; 0 without a workflow."""
-    asked = (
-        each.segment for each in journal.events("TurnAdded") if (each.sample, each.turn) == (sample, turn)
-    )
-    return next(asked, 0)
+    for row in journal.rows_of(sample.ordinal):
+        if isinstance(row.event, e.TurnAdded) and (row.event.sample, row.event.turn) == (sample, turn):
+            return row.event.segment
+    return 0
 
 
 def _history(journal: SqliteQueue, sample: SampleId, version: int) -> tuple[str, tuple[str, ...]]:
@@ -142,16 +151,15 @@ def _history(journal: SqliteQueue, sample: SampleId, version: int) -> tuple[str,
     A resume may have given the version other parameters later: the digest is the last one before the sample's
     end; "" if the journal has none. The hosts are the first one, and each that took the sample over.
     """
-    digest, hosts = "", list[str]()
-    for row in journal.rows():
-        match row.event:
-            case e.RunStarted(new) if version == 0:
-                digest = new
-            case e.VersionCommitted(number, new) | e.VersionReissued(number, _, new) if number == version:
-                digest = new
+    hosts, end = list[str](), 0
+    for row in journal.rows_of(sample.ordinal):
         hosts += [one for one in _carriers(row.event, row.actions, sample) if not hosts or hosts[-1] != one]
         if isinstance(row.event, e.SampleFinished) and row.event.sample == sample:
+            end = row.seq
             break
+    seq = max(journal.last(kind.__name__, version, end) for kind in DIGESTS)
+    event = journal.row(seq).event if seq else None
+    digest = event.new if isinstance(event, e.VersionReissued) else getattr(event, "digest", "")
     return digest, tuple(hosts)
 
 

@@ -195,7 +195,7 @@ def view_sample(folder: Path, name: str) -> SampleView:
 def _why_dropped(journal: SqliteQueue, ordinal: int) -> str:
     """Return the reason for which a group was dropped, with the last failure before it; "" if it was not."""
     message = ""
-    for row in journal.rows():
+    for row in journal.rows_of(ordinal):
         match row.event:
             case PromptFailed(failed) | RewardFailed(failed) if failed == ordinal:
                 message = f": {row.event.message}"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from areal_jax.assembly.sources import RANDOM, open_source
 from areal_jax.config.tree import Config
+from areal_jax.control.events import BatchTrained
 from areal_jax.control.reward_gate import Gates, rewards_of
 from areal_jax.plugin import load_object
 from areal_jax.report.sample import SampleView, TokenView
@@ -80,7 +81,7 @@ class Viewer:
         # Between the turns of an episode are tokens that were not sampled.
         first = int(t.loss_mask.argmax()) if t.loss_mask.any() else len(t.tokens)
         task = self.task_of(sample.ordinal)
-        gates = self._gates.get(sample.ordinal, ())
+        gates = self._gates(sample.ordinal)
         (paid,) = rewards_of([t.reward or 0.0], [t.reward_parts], gates)
         return SampleView(
             sample="/".join(map(str, sample if sample.attempt else sample[:2])),
@@ -99,13 +100,14 @@ class Viewer:
             trained_reward=None if all(is_paid for _, is_paid in gates) else paid,
         )
 
-    @cached_property
-    def _gates(self) -> Mapping[int, Gates]:
-        """The gates of each trained group's batch, by ordinal; empty for a run without a gate."""
+    def _gates(self, ordinal: int) -> Gates:
+        """Return the gates of a trained group's batch; empty for a run without a gate."""
         if self._config.algorithm.gate.part is None:
-            return {}
-        trained = self._journal.events("BatchTrained")
-        return {ordinal: gates_in(event.metrics) for event in trained for ordinal in event.ordinals}
+            return ()
+        for row in self._journal.rows_of(ordinal):
+            if isinstance(row.event, BatchTrained) and ordinal in row.event.ordinals:
+                return gates_in(row.event.metrics)
+        return ()
 
     def _pieces(self, path: Trajectory, task: str) -> list[TokenView]:
         """Return the path's tokens from the first one on that was sampled."""

@@ -70,13 +70,8 @@ def open_context(
     """
     seq, snapshot = journal.latest_snapshot() or (0, None)
     control = ControlPlane.fold(config, (row.event for row in journal.rows(seq)), snapshot)
-    history: list[BatchTrained] = []
-    uncounted: list[Row] = []
-    for row in journal.rows():
-        uncounted.append(row)
-        if isinstance(row.event, BatchTrained):
-            history.append(row.event)
-            uncounted.clear()
+    history: list[BatchTrained] = list(journal.events("BatchTrained"))
+    uncounted: list[Row] = list(journal.rows(journal.last("BatchTrained")))
     rows = [batch.metrics for batch in history]
     rewrite(folder, rows)
     view = make_view(stream or sys.stdout, config.observe.live, config.run.steps, rows)

@@ -12,6 +12,7 @@ from areal_jax.assembly.parts import Inputs, Parts, with_steps
 from areal_jax.assembly.run_folder import BRANCH, JOURNAL
 from areal_jax.control.events import (
     BatchTrained,
+    Event,
     RunResumed,
     RunStarted,
     Train,
@@ -109,14 +110,17 @@ def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journ
     trained: dict[int, BatchTrained] = {}
     published: dict[PolicyVersion, str] = {}
     reissued: set[PolicyVersion] = set()
-    then: tuple[int, Mapping[str, Any]] = (0, {})
+    if first >= last:
+        return []
+    # The batch before, if there is one, may be answered with the command to train this one.
+    start = journal.last("BatchTrained", first - 1)
+    begun = max(journal.last(kind, until=start) for kind in ("RunStarted", "RunResumed"))
+    then = _asked(journal.row(begun).event, journal) if begun else (0, {})
     thens: dict[int, tuple[int, Mapping[str, Any]]] = {}
-    for row in journal.rows():
+    for row in journal.rows(max(0, start - 1)):
         match row.event:
-            case RunStarted(_, steps):
-                then = steps, journal.header
-            case RunResumed(steps, stored):
-                then = steps, stored
+            case RunStarted() | RunResumed():
+                then = _asked(row.event, journal)
             case BatchTrained(step) if step not in trained:  # else a duplicate delivery
                 trained[step], thens[step] = row.event, then
             case VersionCommitted(version, digest):
@@ -137,6 +141,16 @@ def journaled_batches(journal: SqliteQueue, first: int, last: int) -> list[Journ
         )
         for step in range(first, last)
     ]
+
+
+def _asked(event: Event, journal: SqliteQueue) -> tuple[int, Mapping[str, Any]]:
+    """Returns the number of steps and the header of the run from this start or resume on."""
+    match event:
+        case RunStarted(_, steps):
+            return steps, journal.header
+        case RunResumed(steps, stored):
+            return steps, stored
+    return 0, {}
 
 
 def journaled_groups(inputs: Inputs, journal: SqliteQueue, train: Train) -> tuple[Group, ...]:

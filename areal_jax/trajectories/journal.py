@@ -11,7 +11,7 @@ import msgpack
 from areal_jax.control.events import Action, Event, RewardScored
 from areal_jax.types import ArealError, Trajectory
 
-FORMAT = 3
+FORMAT = 4
 """Version of the journal's format; raised by every change that older programs cannot read."""
 
 

@@ -25,11 +25,23 @@ from areal_jax.control.events import (
     ACTIONS,
     EVENTS,
     WITH_DICTS,
+    Action,
+    BatchTrained,
+    CheckpointCommitted,
+    Dispatch,
+    Drop,
     EpisodeEnded,
     Event,
+    HostJoined,
+    HostLost,
     RewardScored,
+    RunResumed,
+    RunStarted,
     SampleFinished,
+    Train,
     TurnFinished,
+    VersionCommitted,
+    VersionReissued,
     from_wire,
     to_wire,
 )
@@ -42,6 +54,15 @@ from areal_jax.types import SampleId, Trajectory
 
 APPLICATION = 0x41524A31
 """'ARJ1': SQLite's application_id of a journal."""
+
+MARKED = {
+    kind.__name__
+    for kind in (
+        RunStarted, RunResumed, HostJoined, HostLost, BatchTrained, VersionCommitted, VersionReissued,
+        CheckpointCommitted, Train,
+    )
+}  # fmt: skip
+"""Kinds of events and actions in the table `marks`: so rare that a run has at most some in each step."""
 
 EPISODE = (TurnFinished, EpisodeEnded)
 """The events with which the trajectory of a sample with a workflow comes again, longer than before."""
@@ -65,6 +86,16 @@ _CHAIN = "CREATE TABLE chain (seq INTEGER PRIMARY KEY, digest BLOB NOT NULL)"
 """One row for each transaction: the number of its last event, and a digest of its events and of the row
 before; the first one is of event 0 and the header. Older versions of areal-jax made no such table.
 """
+_INDEX = (
+    # An event, or an action in answer to it, that is rare, and its step or version, else 0.
+    "CREATE TABLE marks (kind TEXT, seq INTEGER, number INTEGER NOT NULL, PRIMARY KEY (kind, seq)) "
+    "WITHOUT ROWID",
+    # The events with a group's first Dispatch and with its end: it was trained or dropped.
+    "CREATE TABLE groups (ordinal INTEGER PRIMARY KEY, first INTEGER NOT NULL, last INTEGER)",
+)
+"""Tables that find events without reading all of them. A journal of an older version of areal-jax gets them
+when a run goes on in it; until then its events are read from the start.
+"""
 _OWNER = "CREATE TABLE IF NOT EXISTS owner (token TEXT NOT NULL)"
 _LINKED = "SELECT seq, wall_s, kind, event, actions FROM events WHERE seq > ? AND seq <= ? ORDER BY seq"
 
@@ -87,6 +118,7 @@ class SqliteQueue:
         """Values on which the bits of the run's results depend, stored when the journal was created."""
         self.is_chained = bool(self._all("SELECT 1 FROM sqlite_master WHERE name = 'chain'"))
         """Whether digests of all events are stored beside them; not by older versions of areal-jax."""
+        self._is_indexed = bool(self._all("SELECT 1 FROM sqlite_master WHERE name = 'marks'"))
 
     @classmethod
     def create(cls, path: str | Path, header: dict[str, Any], owner: str | None = None) -> SqliteQueue:
@@ -129,7 +161,10 @@ class SqliteQueue:
                     _set_mode(path, db)
                 if owner is not None:
                     _own(db, owner)
-                return cls(path, db, lock, readonly, owner)
+                journal = cls(path, db, lock, readonly, owner)
+                if not readonly:
+                    journal._complete_index()
+                return journal
         except JournalError:
             lock.release()
             raise
@@ -152,6 +187,7 @@ class SqliteQueue:
                 actions = pack([to_wire(action) for action in entry.actions])
                 linked.append((seq, wall_s, kind, pack(values), actions))
                 db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", linked[-1])
+                _index(db, Row(seq, wall_s, event, tuple(entry.actions)))
                 if payload is not None:
                     ordinal, member, attempt = payload.sample
                     row = (ordinal, attempt, member, encode(payload))
@@ -218,11 +254,65 @@ class SqliteQueue:
 
     def events(self, kind: str, after_seq: int = 0) -> Iterator[Any]:
         """Yields the events of class `kind` after `after_seq`, in order, without reading other events."""
-        statement = "SELECT seq, event FROM events WHERE seq > ? AND kind = ? ORDER BY seq LIMIT ?"
-        while chunk := self._all(statement, (after_seq, kind, _CHUNK_ROWS)):
+        from_table = "SELECT seq, event FROM events WHERE seq > ? AND kind = ? ORDER BY seq LIMIT ?"
+        if self._is_indexed and kind in MARKED:
+            from_table = (
+                "SELECT seq, event FROM marks JOIN events USING (seq) WHERE seq > ? AND marks.kind = ? "
+                "ORDER BY seq LIMIT ?"
+            )
+        while chunk := self._all(from_table, (after_seq, kind, _CHUNK_ROWS)):
             for _, event in chunk:
                 yield self._event(kind, event)
             after_seq = chunk[-1][0]
+
+    def live_events(self, kind: str) -> Iterator[Any]:
+        """Yields the events of class `kind` that may be of groups in flight, and maybe of others."""
+        first = 1
+        if self._is_indexed:
+            (first,) = self._one("SELECT coalesce(min(first), 1) FROM groups WHERE last IS NULL")
+        return self.events(kind, first - 1)
+
+    def last(self, kind: str, number: int | None = None, until: int | None = None) -> int:
+        """Returns the number of the newest event with a record of class `kind` (MARKED); 0 if there is none.
+
+        `number`: of this step or version alone. `until`: up to this event. A Train counts with the event that
+        it answers.
+        """
+        until = self.last_seq if until is None else until
+        if self._is_indexed:
+            statement = "SELECT coalesce(max(seq), 0) FROM marks WHERE kind = ? AND seq <= ?"
+            of_number = () if number is None else (number,)
+            return self._all(statement + " AND number = ?" * len(of_number), (kind, until, *of_number))[0][0]
+        marks = (mark for row in self.rows() if row.seq <= until for mark in _marks(*row))
+        return max((seq for name, seq, own in marks if name == kind and number in (None, own)), default=0)
+
+    def row(self, seq: int) -> Row:
+        """Returns event number `seq`; raises JournalError if there is none."""
+        found = next(self.rows(seq - 1), None)
+        if found is None or found.seq != seq:
+            raise JournalError(f"{self.path} has no event {seq}; its newest one is {self.last_seq}")
+        return found
+
+    def rows_of(self, ordinal: int) -> Iterator[Row]:
+        """Yields the events from a group's first Dispatch to its end, those of other groups between them too.
+
+        Late events of the group, which change nothing, may come after its end.
+        """
+        first, last = 0, None
+        if self._is_indexed:
+            found = self._all("SELECT first, last FROM groups WHERE ordinal = ?", (ordinal,))
+            if not found:
+                return
+            ((first, last),) = found
+        for row in self.rows(max(0, first - 1)):
+            if last is not None and row.seq > last:
+                return
+            yield row
+
+    def finished(self, sample: SampleId) -> SampleFinished | None:
+        """Returns the event of a sample's end; None if it has not ended."""
+        events = (row.event for row in self.rows_of(sample.ordinal))
+        return next((one for one in events if isinstance(one, SampleFinished) and one.sample == sample), None)
 
     def trajectory(self, sample: SampleId) -> Trajectory:
         """Returns a sample's trajectory, with its reward if the group was scored.
@@ -329,30 +419,23 @@ class SqliteQueue:
         """
         if path.exists():
             raise JournalError(f"{path} exists; choose another folder")
-        samples, scored = [], []
-        for row in self.rows():
-            if row.seq > seq:
-                break
-            if isinstance(row.event, SampleFinished | TurnFinished):
-                samples.append((row.event.sample.ordinal, row.event.sample.attempt, row.event.sample.member))
-            elif isinstance(row.event, RewardScored):
-                scored.append((row.event.ordinal, row.event.attempt))
         with _explained(path):
             _make(path, header)
             with closing(_connect(path, "rw")) as db:
                 db.execute("ATTACH DATABASE ? AS source", (f"{self.path.absolute().as_uri()}?mode=ro",))
                 db.execute("BEGIN IMMEDIATE")
                 db.execute("INSERT INTO events SELECT * FROM source.events WHERE seq <= ?", (seq,))
-                _link(db, db.execute(_LINKED, (0, seq)).fetchall())
-                for table, keys, more in (
-                    ("trajectories", samples, " AND member = ?"),
-                    ("rewards", scored, ""),
-                ):
-                    db.executemany(
-                        f"INSERT OR IGNORE INTO {table} SELECT * FROM source.{table} "
-                        f"WHERE ordinal = ? AND attempt = ?{more}",
-                        keys,
-                    )
+                for first in range(0, seq, _CHUNK_ROWS):
+                    _link(db, db.execute(_LINKED, (first, min(first + _CHUNK_ROWS, seq))).fetchall())
+                for row in self.rows():
+                    if row.seq > seq:
+                        break
+                    _index(db, row)
+                    if isinstance(row.event, SampleFinished | TurnFinished):
+                        ordinal, member, attempt = row.event.sample
+                        _copy(db, "trajectories", ordinal=ordinal, attempt=attempt, member=member)
+                    elif isinstance(row.event, RewardScored):
+                        _copy(db, "rewards", ordinal=row.event.ordinal, attempt=row.event.attempt)
                 db.execute("COMMIT")
 
     def latest_snapshot(self) -> tuple[int, dict[str, Any]] | None:
@@ -373,6 +456,18 @@ class SqliteQueue:
         self.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _complete_index(self) -> None:
+        """Makes the index of a journal that an older version of areal-jax has written."""
+        if self._is_indexed:
+            return
+        with self._transaction(durable=True) as db:
+            for statement in _INDEX:
+                db.execute(statement)
+            for row in self.rows():
+                _index(db, row)
+            db.execute(f"PRAGMA user_version = {FORMAT}")
+        self._is_indexed = True
 
     def _rewarded(self, ordinal: int, attempt: int, members: list[Trajectory]) -> tuple[Trajectory, ...]:
         scored = self.scored(ordinal, attempt)
@@ -426,7 +521,8 @@ def _make(path: Path, header: dict[str, Any]) -> None:
         for statement in _TABLES:
             db.execute(statement)
         db.execute("INSERT INTO header VALUES (?)", (pack(header),))
-        db.execute(_CHAIN)
+        for statement in (_CHAIN, *_INDEX):
+            db.execute(statement)
         db.execute("INSERT INTO chain VALUES (0, ?)", (_digest_of(b"", [(0, pack(header))]),))
         db.execute(f"PRAGMA application_id = {APPLICATION}")
         db.execute(f"PRAGMA user_version = {FORMAT}")
@@ -434,10 +530,39 @@ def _make(path: Path, header: dict[str, Any]) -> None:
     unfinished.rename(path)
 
 
+def _marks(seq: int, _: float, event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int, int]]:
+    """Yields the rows of `marks` of a journal's row."""
+    for record in (event, *actions):
+        kind = type(record).__name__
+        if kind in MARKED:
+            yield kind, seq, getattr(record, "step", getattr(record, "version", 0))
+
+
+def _index(db: sqlite3.Connection, row: Row) -> None:
+    """Writes what the index has of a row."""
+    seq, _, event, actions = row
+    db.executemany("INSERT OR IGNORE INTO marks VALUES (?, ?, ?)", _marks(*row))
+    ended = [(seq, ordinal) for ordinal in (event.ordinals if isinstance(event, BatchTrained) else ())]
+    for action in actions:
+        if isinstance(action, Dispatch):
+            db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, NULL)", (action.samples[0].ordinal, seq))
+        elif isinstance(action, Drop):
+            ended.append((seq, action.ordinal))
+    db.executemany("UPDATE groups SET last = ? WHERE ordinal = ? AND last IS NULL", ended)
+
+
 def _link(db: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) -> None:
     """Stores the digest of the rows of `events` that a transaction has written."""
     ((before,),) = db.execute("SELECT digest FROM chain ORDER BY seq DESC LIMIT 1")
     db.execute("INSERT INTO chain VALUES (?, ?)", (rows[-1][0], _digest_of(before, rows)))
+
+
+def _copy(db: sqlite3.Connection, table: str, **key: int) -> None:
+    """Copies the row with this key from the attached journal, if it is there."""
+    where = " AND ".join(f"{column} = ?" for column in key)
+    db.execute(
+        f"INSERT OR IGNORE INTO {table} SELECT * FROM source.{table} WHERE {where}", tuple(key.values())
+    )
 
 
 def _digest_of(before: bytes, rows: Sequence[tuple[Any, ...]]) -> bytes:
@@ -476,7 +601,7 @@ def _check_format(path: Path, db: sqlite3.Connection) -> None:
     ((version,),) = _fetch(path, db, "PRAGMA user_version")
     if application != APPLICATION:
         raise JournalError(f"{path} is not an areal-jax journal; give the journal.sqlite of a run's folder")
-    if version != FORMAT:
+    if version not in (FORMAT - 1, FORMAT):  # the one before has no index
         raise JournalError(
             f"{path} has journal format {version}, but this areal-jax reads format {FORMAT}; use the version "
             "that wrote it, or start a new run"

@@ -28,7 +28,7 @@ class MemoryJournal:
                 self._payloads.setdefault(trajectory.sample, trajectory)
         return len(self.rows)
 
-    def events(self, kind: str) -> Iterator[Any]:
+    def live_events(self, kind: str) -> Iterator[Any]:
         return (event for _, event, _ in self.rows if type(event).__name__ == kind)
 
     def trajectory(self, sample: SampleId) -> Trajectory:
