@@ -601,6 +601,10 @@ class ObserveConfig(Section):
     """Write report.html into the run's folder when the run is complete."""
     keep_groups: int = Field(default=4096, ge=0)
     """Number of newest trained groups that `areal-jax inspect` can show: their trajectories are kept."""
+    keep_bytes: int = Field(default=16_000_000_000, ge=0)
+    """Bytes that kept trajectories may take in the journal. If they take more, those of the oldest trained
+    groups are deleted, though fewer than observe.keep_groups stay; what a resume needs stays.
+    """
     evaluate: int = Field(default=0, ge=0)
     """Number of evaluation prompts of each task, from the task's held-out split if there is one. At every
     checkpoint a separate generation host answers each prompt once greedily and 4 times at

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TextIO
 
@@ -17,7 +17,7 @@ RECENT = 20
 
 
 def make_view(
-    stream: TextIO, is_live: bool, total_steps: int, earlier: Sequence[Mapping[str, Any]] = ()
+    stream: TextIO, is_live: bool, total_steps: int, earlier: Iterable[Mapping[str, Any]] = ()
 ) -> View:
     """Returns a live view if `is_live` and the stream is a terminal, otherwise a plain view.
 

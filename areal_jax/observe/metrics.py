@@ -47,7 +47,7 @@ class MetricsWriter:
     def __init__(
         self, folder: Path, tensorboard: bool = True, wandb: Mapping[str, Any] | None = None
     ) -> None:
-        first_step = max((int(row["step"]) for row in read_rows(folder)), default=-1) + 1
+        first_step = max((int(row["step"]) for row in rows_so_far(folder)), default=-1) + 1
         self._path = folder / FILE
         self._wandb = None if wandb is None else _start_wandb(folder, wandb)
         self._board = _Board(folder / "tensorboard", first_step) if tensorboard else None
@@ -95,19 +95,22 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return read_objects(folder / FILE, REWRITTEN)
 
 
-def rewrite(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Atomically replace the rows of metrics.jsonl by `rows`.
+def rewrite(folder: Path, rows: Iterable[Mapping[str, Any]]) -> float:
+    """Atomically replace the rows of metrics.jsonl by `rows`; return the last row's `wall_s`, 0 without rows.
 
     A resumed run does so, because its journal may end at an earlier step than the file.
     """
     path = folder / FILE
     aside = path.with_suffix(".jsonl.new")
+    wall_s = 0.0
     with writing(path), aside.open("w", encoding="utf-8") as file:
         for row in rows:
+            wall_s = row["wall_s"]
             file.write(json.dumps(as_json(row), allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+    return wall_s
 
 
 def read_objects(path: Path, remedy: str) -> list[dict[str, Any]]:

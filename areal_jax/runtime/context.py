@@ -6,25 +6,25 @@ These functions serve new and resumed runs, in one process and on a cluster.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from areal_jax.assembly.devices import header
 from areal_jax.assembly.run_folder import make_folders
 from areal_jax.config.loading import resolved, to_yaml
 from areal_jax.config.tree import Config
-from areal_jax.control.events import BatchTrained
 from areal_jax.control.machine import ControlPlane
 from areal_jax.file_errors import writing
 from areal_jax.observe.busy_watch import BusyWatch
 from areal_jax.observe.live import View, make_view
-from areal_jax.observe.metrics import MetricsWriter, rewrite
+from areal_jax.observe.metrics import MetricsWriter, rewrite, rows_so_far
 from areal_jax.observe.waits import Timeline
 from areal_jax.trajectories.journal import Row
 from areal_jax.trajectories.sqlite import SqliteQueue
+from areal_jax.types import PolicyVersion
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,11 @@ class RunContext:
     view: View
     metrics: MetricsWriter
     timeline: Timeline
-    history: Sequence[BatchTrained]
-    """The batches that the run trained before this process started, in order, each with its metrics row."""
+    trained: Sequence[tuple[PolicyVersion, tuple[int, ...]]]
+    """(version, ordinals) of each batch that was trained before this process started and whose trajectories
+    are stored, in order."""
+    wall_s: float
+    """Seconds that the run took before this process started, up to its newest batch."""
     uncounted: Sequence[Row]
     """The journal's rows after the newest batch: the next row of metrics counts their events, too."""
     watch: BusyWatch
@@ -70,11 +73,10 @@ def open_context(
     """
     seq, snapshot = journal.latest_snapshot() or (0, None)
     control = ControlPlane.fold(config, (row.event for row in journal.rows(seq)), snapshot)
-    history: list[BatchTrained] = list(journal.events("BatchTrained"))
     uncounted: list[Row] = list(journal.rows(journal.last("BatchTrained")))
-    rows = [batch.metrics for batch in history]
-    rewrite(folder, rows)
-    view = make_view(stream or sys.stdout, config.observe.live, config.run.steps, rows)
+    trained: list[tuple[PolicyVersion, tuple[int, ...]]] = []
+    wall_s = rewrite(folder, _metrics(journal, trained))
+    view = make_view(stream or sys.stdout, config.observe.live, config.run.steps, rows_so_far(folder))
     wandb = None
     if config.observe.wandb:
         wandb = {"project": "areal-jax", "name": config.run.name, "config": resolved(config)}
@@ -96,4 +98,17 @@ def open_context(
                     f"all {config.run.steps} steps of this run (run.steps) are trained already; "
                     "to train more, resume the run with a larger run.steps"
                 )
-        yield RunContext(config, folder, journal, control, view, metrics, timeline, history, uncounted, watch)
+        yield RunContext(
+            config, folder, journal, control, view, metrics, timeline, trained, wall_s, uncounted, watch
+        )
+
+
+def _metrics(
+    journal: SqliteQueue, trained: list[tuple[PolicyVersion, tuple[int, ...]]]
+) -> Iterator[Mapping[str, Any]]:
+    """Yields the metrics row of each batch; adds those with stored trajectories to `trained`."""
+    stored = {sample.ordinal for sample in journal.stored_samples()}
+    for batch in journal.events("BatchTrained"):
+        if not stored.isdisjoint(batch.ordinals):
+            trained.append((batch.step + 1, batch.ordinals))
+        yield batch.metrics

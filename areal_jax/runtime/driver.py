@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from areal_jax.assembly.devices import header
 from areal_jax.assembly.parts import Inputs
 from areal_jax.assembly.run_folder import CHECKPOINTS
 from areal_jax.control import events as e
-from areal_jax.control.events import Event
+from areal_jax.control.events import Action, Event
 from areal_jax.control.orchestrator import PLACED_EVERY_S
 from areal_jax.runtime.context import RunContext
 from areal_jax.runtime.core import DriverCore, Endpoints, Incoming
@@ -44,11 +44,10 @@ class Driver:
         self._checkpoints = context.folder / CHECKPOINTS
         self._view, self._metrics, self._timeline = context.view, context.metrics, context.timeline
         task_of = lambda ordinal: inputs.prompts.place(ordinal)[0]  # noqa: E731
-        start_s = context.history[-1].metrics["wall_s"] if context.history else 0.0
         rows = RowMaker(
             take_totals,
             hosts,
-            start_s=start_s,
+            start_s=context.wall_s,
             tasks=tuple(inputs.tasks),
             task_of=task_of,
             control=context.config.control,
@@ -60,14 +59,16 @@ class Driver:
         self._watch = context.watch
         self._core = DriverCore(context.config, context.control, context.journal, inputs, rows, endpoints)
         self._placed_s = time.monotonic()
-        self._trained = deque((batch.step + 1, batch.ordinals) for batch in context.history)
+        self._trained = deque(context.trained)
+        self._is_full = False
+        """Whether a note has said that observe.keep_bytes deletes trajectories."""
 
     def handle(self, incoming: Sequence[Incoming]) -> None:
         """Decide on the events, record the decisions in the journal, then send out the actions."""
         while incoming:
             with self._watch.piece():
                 entries = self.record(incoming)
-                incoming = self._core.act(action for entry in entries for action in entry.actions)
+                incoming = self.act(action for entry in entries for action in entry.actions)
 
     def start(self, version: PolicyVersion, digest: str) -> None:
         """Record that the run starts or, if its journal has events, resumes.
@@ -93,7 +94,7 @@ class Driver:
     def ask_again(self) -> None:
         """If a batch is in training, send its Train action again: a restarted trainer has lost the batch."""
         if (batch := self.control.state.training) is not None:
-            self._core.act([batch])
+            self.act([batch])
 
     def record(self, incoming: Sequence[Incoming]) -> list[Entry]:
         """Decide on the events, record the decisions and update the run's files, but send out no action.
@@ -104,6 +105,10 @@ class Driver:
         for entry in entries:
             self._follow(entry.event)
         return entries
+
+    def act(self, actions: Iterable[Action]) -> list[Incoming]:
+        """Sends the actions to the endpoints, as `DriverCore.act` does."""
+        return self._core.act(actions)
 
     def _follow(self, event: Event) -> None:
         """Update the files for a journaled event: metrics rows, snapshots, deletion of old trajectories."""
@@ -145,15 +150,27 @@ class Driver:
         """Delete the trajectories of groups that no resume can train again.
 
         These groups were trained before the oldest kept checkpoint was written. The trajectories of the
-        newest observe.keep_groups trained groups are kept for `areal-jax inspect`.
+        newest observe.keep_groups trained groups are kept for `areal-jax inspect`, unless all take more than
+        observe.keep_bytes; the view notes it if so.
         """
+        observe = self._config.observe
         kept = committed(self._checkpoints)
         is_needed_from = kept[0] if len(kept) >= self._config.trainer.keep_checkpoints else 0
         count = sum(len(ordinals) for _, ordinals in self._trained)
+        sizes = self._journal.stored_bytes()
+        taken, before = sum(sizes.values()), count
         while self._trained and self._trained[0][0] <= is_needed_from:
             ordinals = self._trained[0][1]
-            if count - len(ordinals) < self._config.observe.keep_groups:
+            if count - len(ordinals) < observe.keep_groups and taken <= observe.keep_bytes:
                 break
             self._journal.forget(ordinals)
             self._trained.popleft()
             count -= len(ordinals)
+            taken -= sum(sizes.get(ordinal, 0) for ordinal in ordinals)
+        if count < min(before, observe.keep_groups) and not self._is_full:
+            self._is_full = True
+            self._view.note(
+                f"the trajectories of {before - count} trained groups are deleted, so that the others take "
+                f"no more than {observe.keep_bytes:,} bytes (observe.keep_bytes); those of {count} trained "
+                "groups are left, and older ones will be deleted after each checkpoint"
+            )

@@ -15,9 +15,11 @@ import shutil
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -153,21 +155,19 @@ class SqliteQueue:
         if not path.is_file():
             raise JournalError(f"there is no journal {path}; give the folder that `areal-jax run` made")
         lock = WriterLock(path) if readonly else _take(path, owner)
-        try:
-            with _explained(path):
-                db = _connect(path, "ro" if readonly else "rw")
-                _check_format(path, db)
-                if not readonly:
-                    _set_mode(path, db)
-                if owner is not None:
-                    _own(db, owner)
-                journal = cls(path, db, lock, readonly, owner)
-                if not readonly:
-                    journal._complete_index()
-                return journal
-        except JournalError:
-            lock.release()
-            raise
+        with ExitStack() as undo, _explained(path):
+            undo.callback(lock.release)
+            db = undo.enter_context(closing(_connect(path, "ro" if readonly else "rw")))
+            _check_format(path, db)
+            if not readonly:
+                _set_mode(path, db)
+            if owner is not None:
+                _own(db, owner)
+            journal = cls(path, db, lock, readonly, owner)
+            if not readonly:
+                journal._complete_index()
+            undo.pop_all()
+            return journal
 
     # --- writing --------------------------------------------------------------------------------------------
 
@@ -269,7 +269,8 @@ class SqliteQueue:
         """Yields the events of class `kind` that may be of groups in flight, and maybe of others."""
         first = 1
         if self._is_indexed:
-            (first,) = self._one("SELECT coalesce(min(first), 1) FROM groups WHERE last IS NULL")
+            (found,) = self._one("SELECT min(first) FROM groups WHERE last IS NULL")
+            first = self.last_seq + 1 if found is None else found
         return self.events(kind, first - 1)
 
     def last(self, kind: str, number: int | None = None, until: int | None = None) -> int:
@@ -366,6 +367,10 @@ class SqliteQueue:
             SampleId(*sample) for sample in self._all("SELECT ordinal, member, attempt FROM trajectories")
         ]
 
+    def stored_bytes(self) -> dict[int, int]:
+        """Returns ordinal -> bytes of the stored trajectories of its samples."""
+        return dict(self._all("SELECT ordinal, sum(length(payload)) FROM trajectories GROUP BY ordinal"))
+
     def payload(self, sample: SampleId) -> bytes | None:
         """Returns the encoded trajectory of a sample; None if it is not stored."""
         statement = "SELECT payload FROM trajectories WHERE ordinal = ? AND member = ? AND attempt = ?"
@@ -392,13 +397,19 @@ class SqliteQueue:
         before = 0, _digest_of(b"", [(0, header)])
         if next(links, None) != before:
             return "the journal's header was changed after it was written: its digest differs"
-        for seq, own in links:
-            first, digest = before
-            if own != _digest_of(digest, self._all(_LINKED, (first, seq))):
-                return (
-                    f"events {first + 1} to {seq} were changed after they were written: their digest differs"
-                )
-            before = seq, own
+        while some := list(islice(links, _CHUNK_ROWS)):
+            rows = deque(self._all(_LINKED, (before[0], some[-1][0])))
+            for seq, own in some:
+                first, digest = before
+                written = []
+                while rows and rows[0][0] <= seq:
+                    written.append(rows.popleft())
+                if own != _digest_of(digest, written):
+                    return (
+                        f"events {first + 1} to {seq} were changed after they were written: their digest "
+                        "differs"
+                    )
+                before = seq, own
         if (last or 0) != linked:
             return f"the journal ends with event {last or 0}, but digests were written up to event {linked}"
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,27 +24,37 @@ from areal_jax.weights.manifest import MANIFEST
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "keep_groups", "forgotten"),
+    ("checkpoints", "keep", "forgotten", "said"),
     [
-        ([2, 3], 0, [0, 1, 2, 3]),  # a resume from checkpoint 2 trains the groups of batch 2 again
-        ([3], 0, []),  # were it damaged, a resume would begin at version 0
-        ([2, 3], 3, [0, 1]),
+        ([2, 3], {"keep_groups": 0}, [0, 1, 2, 3], ""),  # a resume from checkpoint 2 trains batch 2 again
+        ([3], {"keep_groups": 0}, [], ""),  # were it damaged, a resume would begin at version 0
+        ([2, 3], {"keep_groups": 3}, [0, 1], ""),
+        ([2, 3], {"keep_groups": 6, "keep_bytes": 600}, [], ""),
+        (
+            [2, 3],
+            {"keep_groups": 6, "keep_bytes": 599},
+            [0, 1],
+            "of 2 trained .* 599 bytes .* of 4 trained",
+        ),
+        ([2, 3], {"keep_bytes": 0}, [0, 1, 2, 3], "of 4 trained .* 0 bytes .* of 2 trained"),
     ],
 )
 def test_trajectories_stay_while_a_resume_or_inspect_may_need_them(
-    checkpoints: list[int], keep_groups: int, forgotten: list[int], tmp_path: Path
+    checkpoints: list[int], keep: dict[str, int], forgotten: list[int], said: str, tmp_path: Path
 ):
     for version in checkpoints:
         (tmp_path / str(version)).mkdir()
         (tmp_path / str(version) / MANIFEST).touch()
-    driver, found = object.__new__(Driver), []  # four attributes decide; the others need a whole run
-    driver._config = make_config(
-        {"trainer": {"keep_checkpoints": 2}, "observe": {"keep_groups": keep_groups}}
-    )
-    driver._checkpoints, driver._journal = tmp_path, SimpleNamespace(forget=found.extend)
+    driver, found, notes = object.__new__(Driver), [], []  # six attributes decide; others need a whole run
+    driver._config = make_config({"trainer": {"keep_checkpoints": 2}, "observe": keep})
+    sizes = dict.fromkeys(range(6), 100)
+    driver._checkpoints = tmp_path
+    driver._journal = SimpleNamespace(forget=found.extend, stored_bytes=lambda: sizes)
+    driver._view, driver._is_full = SimpleNamespace(note=notes.append), False
     driver._trained = deque((version, (2 * version - 2, 2 * version - 1)) for version in (1, 2, 3))
     driver._forget_trained()
     assert found == forgotten
+    assert len(notes) == bool(said) and re.search(said, "".join(notes))
 
 
 def test_what_follows_from_events_is_recorded_in_turn_while_the_thread_is_watched():

@@ -6,19 +6,21 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from areal_jax.control import events as e
 from areal_jax.control.events import RunStarted
 from areal_jax.file_errors import DiskFullError
 from areal_jax.trajectories import sqlite
-from areal_jax.trajectories.journal import FORMAT, Entry, JournalError
+from areal_jax.trajectories.journal import FORMAT, Entry, JournalError, Row
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import SampleId
 from tests.hangs import HANG_S
-from tests.trajectories.journals import finished
+from tests.trajectories.journals import finished, group
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,3 +223,119 @@ def test_each_turn_of_a_cluster_is_flushed_and_of_one_process_the_durable_ones(
             one.append([finished(SampleId(0, len(found)))], durable=durable)
             found.append(one._one("PRAGMA synchronous")[0])
         assert found == levels
+
+
+# --- the index ----------------------------------------------------------------------------------------------
+
+
+def long_journal(path: Path) -> SqliteQueue:
+    """Four groups of two samples, trained in two batches; group 2 is dropped, and group 4 is in flight."""
+    journal = SqliteQueue.create(path, {})
+    ordinals = ((0, 1), (3, 5))
+
+    def dispatch(ordinal: int, attempt: int = 0) -> e.Dispatch:
+        return e.Dispatch(tuple(SampleId(ordinal, member, attempt) for member in range(2)), "host-0", 0)
+
+    journal.append([Entry(e.RunStarted("d0", 2), [dispatch(0), dispatch(1), dispatch(2)])])
+    for step, own in enumerate(ordinals):
+        entries = [one for ordinal in own for one in group(ordinal)]
+        entries[-1] = Entry(entries[-1].event, [e.Train(step, own, (0, 0))])
+        dropped = [e.Drop(2, "no_signal"), *map(dispatch, (3, 4, 5))]
+        entries.append(Entry(e.BatchTrained(step, own, f"d{step + 1}", {}), [] if step else dropped))
+        entries.append(Entry(e.VersionCommitted(step + 1, f"w{step + 1}")))
+        journal.append(entries)
+    return journal
+
+
+def without_index(path: Path) -> None:
+    """Turns a journal into one of the format before, which had no index."""
+    with closing(sqlite3.connect(path)) as db:
+        for table in ("marks", "groups"):
+            db.execute(f"DROP TABLE {table}")
+        db.execute(f"PRAGMA user_version = {FORMAT - 1}")
+        db.commit()
+
+
+def looked_up(journal: SqliteQueue) -> dict[str, object]:
+    """What readers ask a journal for, by the index or, without one, by reading all events."""
+    kinds = ("RunStarted", "BatchTrained", "VersionCommitted", "Train", "HostLost")
+    return {
+        "last": {kind: journal.last(kind) for kind in kinds},
+        "of step 0": {kind: journal.last(kind, 0) for kind in kinds},
+        "until 9": {kind: journal.last(kind, until=9) for kind in kinds},
+        "after 9": [event.step for event in journal.events("BatchTrained", 9)],
+        "versions": list(journal.events("VersionCommitted")),
+        "dropped": [
+            row.seq
+            for row in journal.rows_of(2)
+            if any(isinstance(one, e.Drop) and one.ordinal == 2 for one in row.actions)
+        ],
+        "ends": [(o, m) for o in range(6) for m in range(2) if journal.finished(SampleId(o, m))],
+    }
+
+
+def test_the_index_finds_what_reading_all_events_finds(tmp_path: Path):
+    path = tmp_path / "journal.sqlite"
+    with long_journal(path) as journal:
+        assert looked_up(journal) == {
+            "last": {"RunStarted": 1, "BatchTrained": 16, "VersionCommitted": 17, "Train": 15, "HostLost": 0},
+            "of step 0": {
+                "RunStarted": 1, "BatchTrained": 8, "VersionCommitted": 0, "Train": 7, "HostLost": 0,
+            },
+            "until 9": {"RunStarted": 1, "BatchTrained": 8, "VersionCommitted": 9, "Train": 7, "HostLost": 0},
+            "after 9": [1],
+            "versions": [e.VersionCommitted(1, "w1"), e.VersionCommitted(2, "w2")],
+            "dropped": [8],
+            "ends": [(ordinal, member) for ordinal in (0, 1, 3, 5) for member in range(2)],
+        }  # fmt: skip
+        # Group 0 was over before group 3 began.
+        assert [[row.seq for row in journal.rows_of(ordinal)] for ordinal in (0, 3)] == [
+            list(range(1, 9)), list(range(8, 17)),
+        ]  # fmt: skip
+        # Group 4 is in flight since event 8, so that no event before it can be of a group in flight.
+        assert [event.sample.ordinal for event in journal.live_events("SampleFinished")] == [3, 3, 5, 5]
+        found, rows = looked_up(journal), list(journal.rows())
+    without_index(path)
+    with SqliteQueue.open(path, readonly=True) as old:
+        assert looked_up(old) == found
+        assert len(list(old.live_events("SampleFinished"))) == 8
+    with SqliteQueue.open(path) as old:
+        assert looked_up(old) == found
+        assert list(old.rows()) == rows
+        assert len(list(old.live_events("SampleFinished"))) == 4
+        assert not old.broken_link()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (FORMAT,)
+
+
+def test_a_process_killed_while_it_makes_the_index_leaves_the_old_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "journal.sqlite"
+    long_journal(path).close()
+    without_index(path)
+    before = sqlite._index
+
+    def cut(db: sqlite3.Connection, row: Row) -> None:
+        if row.seq == 12:
+            raise KeyboardInterrupt
+        before(db, row)
+
+    monkeypatch.setattr(sqlite, "_index", cut)
+    with pytest.raises(KeyboardInterrupt):
+        SqliteQueue.open(path)
+    monkeypatch.undo()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (FORMAT - 1,)
+        assert not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'marks'").fetchall()
+    with SqliteQueue.open(path) as journal:
+        assert journal.last("BatchTrained") == 16
+
+
+def test_a_copy_up_to_an_event_has_an_index_of_its_own(tmp_path: Path):
+    with long_journal(tmp_path / "journal.sqlite") as journal:
+        journal.copy_until(10, tmp_path / "copy.sqlite", {})
+    with SqliteQueue.open(tmp_path / "copy.sqlite", readonly=True) as copy:
+        assert (copy.last_seq, copy.last("BatchTrained"), copy.last("VersionCommitted")) == (10, 8, 9)
+        assert [row.seq for row in copy.rows_of(3)] == [8, 9, 10]
+        assert not copy.broken_link()

@@ -16,6 +16,7 @@ from areal_jax.lab.bench.cost_figures import costs
 from areal_jax.lab.bench.decode import decode, prefill, sample
 from areal_jax.lab.bench.gpu.timed_stages import gpu
 from areal_jax.lab.bench.hosting import serve, swap
+from areal_jax.lab.bench.long_run import journal
 from areal_jax.lab.bench.loop import loop
 from areal_jax.lab.bench.measure import bench_learner, compile_s, full_batch, matrix_peak, timed_s, updates
 from areal_jax.lab.bench.mixture import experts
@@ -77,6 +78,6 @@ def update(
     }
 
 
-MEASUREMENTS = (decode, prefill, sample, update, experts, tree, loop, sync, serve, swap, costs, gpu)
+MEASUREMENTS = (decode, prefill, sample, update, experts, tree, loop, sync, serve, swap, journal, costs, gpu)
 
 BENCHES: Mapping[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in MEASUREMENTS}

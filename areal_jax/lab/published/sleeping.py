@@ -103,10 +103,10 @@ class SleepingParts(Parts):
         return SleepingStore(settings, self.schedule.publish_s)
 
     def first_state(self) -> TrainState:
-        return _state(0)
+        return numbered_state(0)
 
 
-def _state(version: PolicyVersion) -> TrainState:
+def numbered_state(version: PolicyVersion) -> TrainState:
     """Returns a train state with its version as the only parameter, so that versions differ in digest."""
     number = jnp.asarray(version, jnp.int32)
     return TrainState(number, number, {"version": jnp.full(1, version, jnp.float32)}, {})
@@ -255,7 +255,7 @@ class SleepingLearner(Learner):
         return Forecast(0, {"update": 0})
 
     def abstract_state(self) -> TrainState:
-        return jax.eval_shape(lambda: _state(0))
+        return jax.eval_shape(lambda: numbered_state(0))
 
     def versioned(self, state: TrainState) -> VersionedParams:
         return VersionedParams(int(state.version), state.params, digest(state.params))
@@ -275,7 +275,9 @@ class SleepingLearner(Learner):
     ) -> tuple[TrainState, dict[str, Any]]:
         time.sleep(self._schedule.train_s)
         metrics = dict.fromkeys(REQUIRED_OF_TRAINER, 0.0)
-        return _state(int(state.version) + 1), metrics | {"trained_tokens": float(prepared.loss_mask.sum())}
+        return numbered_state(int(state.version) + 1), metrics | {
+            "trained_tokens": float(prepared.loss_mask.sum())
+        }
 
 
 class SleepingStore(Publisher):

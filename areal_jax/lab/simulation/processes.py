@@ -327,6 +327,10 @@ class SimTrainer:
         self._begun, self._unread = -1, None
         self._clock.end_pause(TRAINER)
 
+    def restored(self, checkpoint: int) -> None:
+        """Let the next process begin with the checkpoint of this version."""
+        self._checkpoint = checkpoint
+
     def start(self) -> None:
         """Start a new process: load the last checkpoint, and publish newer versions once more."""
         self._published_s, self._is_up = self._clock.now_s, True

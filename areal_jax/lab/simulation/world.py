@@ -82,7 +82,7 @@ class World:
         self.meters = Meters(masked_above=control.max_token_age if control.over_age == "mask" else None)
         self.clock = VirtualClock()
         self._journal = MemoryJournal()
-        self._core = self._driver(ControlPlane(config))
+        self._driver = self._open()
         self.epoch = 0
         self._noise = np.random.default_rng([schedule.seed, 2])
         self.hosts: dict[str, SimHost] = {}
@@ -95,26 +95,25 @@ class World:
         self._is_watching = False
         """Whether the next check of the placement is scheduled."""
 
-    def _driver(self, control: ControlPlane) -> DriverCore:
+    def _open(self) -> DriverCore:
+        """Returns the driver in the state that the journal has."""
+        control = ControlPlane.fold(self.config, (event for _, event, _ in self._journal.rows))
         return DriverCore(self.config, control, self._journal, self.machines.prompts, self.meters, self)
 
     @property
     def control(self) -> ControlPlane:
-        return self._core.control
+        return self._driver.control
+
+    @property
+    def row(self) -> int:
+        """The number of the journal's rows."""
+        return len(self._journal.rows)
 
     def run(self) -> SimResult:
         self.clock.later(0.0, self.deliver, e.RunStarted(self.machines.publish(0), self.config.run.steps))
         self._join_all()
+        self.to_end()
         rows = self._journal.rows
-        while self.clock.advance():
-            now_s = self.clock.now_s
-            if now_s > self.schedule.max_virtual_s or len(rows) > self.schedule.max_rows:
-                self._give_up(
-                    f"the run did not finish within {now_s:.0f} s of virtual time and {len(rows)} journal "
-                    "rows"
-                )
-        if not self.control.state.is_finished:
-            self._give_up("the run did not finish, but no event is scheduled")
         result = audit(self.config, rows)
         return SimResult(
             rows=rows,
@@ -124,6 +123,17 @@ class World:
             tool_calls=self.workflows.calls,
             **vars(self.meters),
         )
+
+    def to_end(self) -> None:
+        """Makes all scheduled calls. Raises SimulationError if the run does not finish."""
+        while self.clock.advance():
+            now_s = self.clock.now_s
+            if now_s > self.schedule.max_virtual_s or self.row > self.schedule.max_rows:
+                self._give_up(
+                    f"the run did not finish within {now_s:.0f} s of virtual time and {self.row} journal rows"
+                )
+        if not self.control.state.is_finished:
+            self._give_up("the run did not finish, but no event is scheduled")
 
     # --- events ---------------------------------------------------------------------------------------------
 
@@ -148,28 +158,28 @@ class World:
         The faults are those due by this journal row. If one is a crash of the driver, no action is carried
         out.
         """
-        state, core = self.control.state, self._core
+        state, driver = self.control.state, self._driver
         before = state.version
-        entries = core.record([(event, payload)])
+        entries = driver.record([(event, payload)])
         trained = state.trained_version * self.config.trainer.batch_size
         known = trained + state.refunds + len(state.groups)
         if state.version < before or known != state.admitted:
             self._give_up(
                 f"after {event} the version fell, or trained, dropped and open groups do not add up"
             )
-        row = len(self._journal.rows)
+        row = self.row
         due = [fault for fault in self._faults if fault.at_row < row]
         if due:
             self._faults = [fault for fault in self._faults if fault.at_row >= row]
         kinds, failed = {fault.kind for fault in due}, list[Incoming]()
         if not kinds & {"driver_crash", "controller_crash"}:
-            failed = self._core.act(action for entry in entries for action in entry.actions)
+            failed = driver.act(action for entry in entries for action in entry.actions)
         if "driver_crash" not in kinds:
             self._follow(event)
         for fault in due:
             self._strike(fault)
         for event, payload in failed:
-            if core is self._core:  # a crash loses them
+            if driver is self._driver:  # a crash loses them
                 self.deliver(event, payload)
 
     def _follow(self, event: Event) -> None:
@@ -179,7 +189,7 @@ class World:
         commit, idle hosts wake to adopt the version.
         """
         if isinstance(event, e.BatchTrained):
-            self._journal.forget(event.ordinals)
+            self._forget(event.ordinals)
             self._trainer.trained(event.step)
         elif isinstance(event, e.VersionCommitted):
             for host in self.hosts.values():
@@ -187,6 +197,10 @@ class World:
             self._watch_placement()
         if self.control.state.is_finished and not self._finished_s:
             self._finished_s = self.clock.now_s
+
+    def _forget(self, ordinals: Sequence[int]) -> None:
+        """Deletes the trajectories of groups that were trained."""
+        self._journal.forget(ordinals)
 
     def _watch_placement(self) -> None:
         if not self._is_watching and self.control.orchestrator.is_due():
@@ -232,7 +246,7 @@ class World:
         # Without a host, or while every process is down, the fault occurs after a later row.
         is_of_host = fault.kind in ("host_death", "host_pause", "kv_short")
         if self._is_down or (is_of_host and not self.hosts):
-            self._faults.append(replace(fault, at_row=len(self._journal.rows)))
+            self._faults.append(replace(fault, at_row=self.row))
             return
         self.meters.faults[fault.kind] += 1
         match fault.kind:
@@ -303,9 +317,7 @@ class World:
     def _fold(self) -> None:
         """Rebuild the driver from the journal. Raises SimulationError if its state is not the one before."""
         live = self.control.snapshot()
-        self._core = self._driver(
-            ControlPlane.fold(self.config, (event for _, event, _ in self._journal.rows))
-        )
+        self._driver = self._open()
         if self.control.snapshot() != live:
             self._give_up("the state folded from the journal differs from the live one")
 
@@ -316,12 +328,12 @@ class World:
         self.deliver(e.RunResumed(self.config.run.steps))
 
     def act(self, actions: Iterable[Action]) -> None:
-        for event, payload in self._core.act(actions):
+        for event, payload in self._driver.act(actions):
             self.deliver(event, payload)
 
     def _give_up(self, reason: str) -> NoReturn:
-        waits, row = "; ".join(self.control.waits()), len(self._journal.rows)
-        raise SimulationError(f"seed {self.schedule.seed}, journal row {row}: {reason}: {waits}")
+        waits = "; ".join(self.control.waits())
+        raise SimulationError(f"seed {self.schedule.seed}, journal row {self.row}: {reason}: {waits}")
 
     # --- hosts ----------------------------------------------------------------------------------------------
 
