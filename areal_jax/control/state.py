@@ -143,10 +143,10 @@ class State:
         Such events arrive after a host was lost, after a group was restarted, or by a second delivery.
         """
         match event:
+            case e.SampleFinished(sample, host):  # first, as most events are of this kind
+                return not (self.awaits(sample, host) or self.is_away(sample))
             case e.HostLost(host) | e.HostAdopted(host):
                 return host not in self.hosts
-            case e.SampleFinished(sample, host):
-                return not (self.awaits(sample, host) or self.is_away(sample))
             case e.SampleFailed(sample, host):
                 return not self.awaits(sample, host)
             case e.TurnFinished(sample, _, turn, host):
@@ -299,10 +299,13 @@ class State:
         Once all samples of the group are, it is to be scored.
         """
         group, member = self.groups[sample.ordinal], sample.member
-        if member not in group.away:
+        away = group.away
+        if member in away:
+            away = tuple(one for one in away if one != member)
+        else:
             self.unload(group.counted_on, 1)
         versions = (*group.oldest[:member], oldest, *group.oldest[member + 1 :])
-        group = _changed(group, oldest=versions, away=tuple(one for one in group.away if one != member))
+        group = _changed(group, oldest=versions, away=away)
         if group.is_finished:
             self.unlist(group.ordinal)
             group = replace(group, stage="scoring", host="", target="", is_offered=False)

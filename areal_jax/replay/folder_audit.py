@@ -38,7 +38,7 @@ from areal_jax.runtime.batch_figures import figures_of_rewards
 from areal_jax.runtime.differences import MACHINE, name_of
 from areal_jax.runtime.rows import RowMaker
 from areal_jax.trajectories.codec import CodecError, decode, digest_of
-from areal_jax.trajectories.journal import JournalError, Row, pack, unpack, with_rewards
+from areal_jax.trajectories.journal import JournalError, Row, pack, reading_all, unpack, with_rewards
 from areal_jax.trajectories.paths import paths_of, spans_of
 from areal_jax.trajectories.sqlite import SqliteQueue
 from areal_jax.types import NOT_SAMPLED, ArealError, Group, Prompt, SampleId, Trajectory
@@ -555,6 +555,7 @@ def _is_near(recorded: Any, again: Any) -> bool:
     return recorded == again
 
 
+@reading_all()
 def audit_run(folder: Path) -> audit.AuditResult:
     """Check that the run kept its invariants, and that its files and the journal's tables agree with them.
 

@@ -46,7 +46,10 @@ class Attempts:
         """Count one row of the journal."""
         match row.event:
             case e.SampleFinished(sample, _, spans) if own := self._own(sample.ordinal, sample.attempt):
-                own.lengths.setdefault(sample.member, sum(span.end - span.start for span in spans))
+                tokens = 0
+                for _, start, end in spans:
+                    tokens += end - start
+                own.lengths.setdefault(sample.member, tokens)
             case e.RewardScored(ordinal, attempt, rewards) if own := self._own(ordinal, attempt):
                 own.is_finished, own.reward = True, fmean(rewards)
             case e.BatchTrained(_, ordinals):

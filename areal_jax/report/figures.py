@@ -63,16 +63,18 @@ def ages(token_ages: Mapping[int, int], head_ages: Mapping[int, int]) -> Figure 
     return Figure("Token age", draw_svg("ages", draw, (5.2, 2.9), alt), alt)
 
 
-def lengths(values: Sequence[int]) -> Figure | None:
-    if not values:
+def lengths(of_samples: Sequence[int]) -> Figure | None:
+    values = np.asarray(of_samples)
+    if not len(values):
         return None
     p50, p99 = (float(np.percentile(values, q)) for q in (50, 99))
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        top = max(values)
+        top = int(values.max())
         edges = np.arange(0.5, top + 1.5) if top <= 60 else np.linspace(0.5, top + 0.5, 49)
-        axes.hist(values, bins=edges, color=SERIES[0], rwidth=0.9)
+        counts, _ = np.histogram(values, edges)  # matplotlib would make an object of each value
+        axes.hist(edges[:-1], bins=edges, weights=counts, color=SERIES[0], rwidth=0.9)
         for value, label, side in ((p50, "median", "right"), (p99, "99 %", "left")):  # they may be neighbours
             axes.axvline(value, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
             axes.text(value, 1.01, f"{label} {value:.0f}", ha=side, transform=axes.get_xaxis_transform())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from areal_jax.assembly.run_folder import open_journal, run_config, sample_id
 from areal_jax.config.tree import Config
@@ -34,6 +37,7 @@ from areal_jax.report.staleness import FEWEST_SAMPLES, Staleness, Trained, study
 from areal_jax.report.svg import Figure, standalone
 from areal_jax.report.viewer import Late, Viewer, gates_in
 from areal_jax.tasks.source import WeightedTask
+from areal_jax.trajectories.journal import reading_all
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
 from areal_jax.types import ArealError, SampleId
 
@@ -50,13 +54,21 @@ class Found:
 
     token_ages: Counter[int] = field(default_factory=Counter)
     head_ages: Counter[int] = field(default_factory=Counter)
-    lengths: list[int] = field(default_factory=list)
-    trained: list[Trained] = field(default_factory=list)
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Completion tokens of each trained sample that a policy sampled."""
+    values: array[float] = field(default_factory=lambda: array("d"))
+    """The fields of `Trained` of each of these samples that was scored, one sample after another."""
     late: deque[Late] = field(default_factory=lambda: deque(maxlen=LATE))
     attempts: Attempts = field(default_factory=Attempts)
     failures: deque[RewardFailed | PromptFailed] = field(default_factory=lambda: deque(maxlen=LISTED))
 
+    @property
+    def trained(self) -> np.ndarray:
+        """The scored samples, Float[S, 4]: the fields of `Trained`."""
+        return np.frombuffer(self.values).reshape(-1, len(Trained._fields))
 
+
+@reading_all()
 def find(journal: SqliteQueue) -> Found:
     """Count from a run's journal the figures that the report shows.
 
@@ -77,31 +89,37 @@ def find(journal: SqliteQueue) -> Found:
             case BatchTrained(step, ordinals, _, metrics):
                 gates = gates_in(metrics)
                 for ordinal in ordinals:
-                    members, rewards = finished.pop(ordinal, {}), scored.pop(ordinal, None)
-                    newest = max((sample.attempt for sample in members), default=0)
-                    for sample, event in members.items():
-                        if sample.attempt == newest:
-                            _count(found, step, event, rewards, gates)
+                    _count(found, step, finished.pop(ordinal, {}), scored.pop(ordinal, None), gates)
     return found
 
 
 def _count(
-    found: Found, trained_version: int, event: SampleFinished, scored: RewardScored | None, gates: Gates
+    found: Found,
+    step: int,
+    members: Mapping[SampleId, SampleFinished],
+    scored: RewardScored | None,
+    gates: Gates,
 ) -> None:
-    reward = None
+    """Counts the samples of a group that was trained in batch `step`."""
+    newest = max((sample.attempt for sample in members), default=0)
+    paid: Sequence[float] = ()
     if scored is not None:
         paid = rewards_of(scored.rewards, [dict(parts) for parts in scored.parts], gates)
-        reward = paid[event.sample.member]
-        found.late.append(Late(event.sample, reward, event.interruptions))
-    if not event.spans:  # a reference answer: no policy sampled it
-        return
-    age, tokens = trained_version - event.spans[0].version, sum(s.end - s.start for s in event.spans)
-    found.head_ages[age] += 1
-    for span in event.spans:
-        found.token_ages[trained_version - span.version] += span.end - span.start
-    found.lengths.append(tokens)
-    if reward is not None:
-        found.trained.append(Trained(event.sample.ordinal, reward, age, tokens))
+    for sample, event in members.items():
+        if sample.attempt != newest:
+            continue
+        if paid:
+            found.late.append(Late(sample, paid[sample.member], event.interruptions))
+        if not event.spans:  # a reference answer: no policy sampled it
+            continue
+        tokens, age = 0, step - event.spans[0].version
+        for version, start, end in event.spans:
+            found.token_ages[step - version] += end - start
+            tokens += end - start
+        found.head_ages[age] += 1
+        found.lengths.append(tokens)
+        if paid:
+            found.values.extend((sample.ordinal, paid[sample.member], age, tokens))
 
 
 def write_timeline(folder: Path, target: Path, draw: Callable[..., Figure | None] = timeline) -> None:

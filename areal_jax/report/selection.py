@@ -125,7 +125,9 @@ class Selection(NamedTuple):
 
 
 QUANTITIES: Mapping[str, Callable[[Attempt], float | None]] = {
-    "completion_tokens": lambda attempt: float(np.mean(attempt.lengths)) if attempt.lengths else None,
+    "completion_tokens": lambda attempt: (
+        sum(attempt.lengths) / len(attempt.lengths) if attempt.lengths else None
+    ),
     "longest": lambda attempt: float(max(attempt.lengths)) if attempt.lengths else None,
     "difficulty": lambda attempt: None if attempt.reward is None else 1.0 - attempt.reward,
 }
@@ -146,17 +148,19 @@ def study_selection(attempts: Sequence[Attempt]) -> Selection | None:
     if not by_fate[TRAINED]:
         return None
     fates = sorted(by_fate, key=lambda fate: (fate != TRAINED, fate == PENDING, fate))
+    known = {
+        quantity: {fate: _values(own, quantity) for fate, own in by_fate.items()} for quantity in QUANTITIES
+    }
     gaps, values = [], {}
-    for quantity in QUANTITIES:
-        found = {
-            fate: _values(own, quantity)
-            for fate, own in by_fate.items()
-            if fate != PENDING and len(_values(own, quantity))
-        }
+    for quantity, of_fates in known.items():
+        found = {fate: own for fate, own in of_fates.items() if fate != PENDING and len(own)}
         if len(found) > 1 and TRAINED in found:
             gaps.append(_gap(quantity, found))
             values[quantity] = (found[TRAINED], np.concatenate(list(found.values())))
-    return Selection(tuple(_fate(fate, by_fate[fate]) for fate in fates), tuple(gaps), values)
+    figures = (
+        _fate(fate, by_fate[fate], {quantity: known[quantity][fate] for quantity in known}) for fate in fates
+    )
+    return Selection(tuple(figures), tuple(gaps), values)
 
 
 def _values(attempts: Sequence[Attempt], quantity: str) -> np.ndarray:
@@ -166,12 +170,9 @@ def _values(attempts: Sequence[Attempt], quantity: str) -> np.ndarray:
     return np.round(np.array([value for value in found if value is not None]), ROUNDING)
 
 
-def _fate(fate: str, attempts: Sequence[Attempt]) -> Fate:
+def _fate(fate: str, attempts: Sequence[Attempt], values: Mapping[str, np.ndarray]) -> Fate:
     unfinished = [attempt for attempt in attempts if not attempt.is_finished]
-    means = {}
-    for quantity in QUANTITIES:
-        values = _values(attempts, quantity)
-        means[quantity] = float(values.mean()) if len(values) else None
+    means = {quantity: float(own.mean()) if len(own) else None for quantity, own in values.items()}
     known = sum(sum(attempt.lengths) for attempt in unfinished)
     return Fate(fate, len(attempts) - len(unfinished), len(unfinished), known, **means)
 

@@ -101,16 +101,16 @@ class Standardised(NamedTuple):
     strata: int
 
 
-def study(trained: Sequence[Trained]) -> Staleness | None:
-    """Returns the rewards of the trained samples by age.
+def study(trained: np.ndarray | Sequence[Trained]) -> Staleness | None:
+    """Returns the rewards of the trained samples by age; `trained`: Float[S, 4], the fields of `Trained`.
 
     Returns None if there is nothing to compare: groups of one sample, a single age (ages with few samples are
     joined with their neighbours), or no stratum with samples of every age.
     """
-    if not trained:
+    if not len(trained):
         return None
     # Arrays over samples: Float[S].
-    ordinals, rewards, ages, tokens = np.array(trained, np.float64).T
+    ordinals, rewards, ages, tokens = np.asarray(trained, np.float64).T
     groups = np.unique(ordinals, return_inverse=True)[1]
     is_known = np.bincount(groups)[groups] > 1
     rewards, ages, tokens = rewards[is_known], ages[is_known].astype(int), tokens[is_known]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from areal_jax.assembly.sources import RANDOM, open_source
+from areal_jax.assembly.tokenizer_source import RANDOM, open_tokenizer
 from areal_jax.config.tree import Config
 from areal_jax.control.events import BatchTrained
 from areal_jax.control.reward_gate import Gates, rewards_of
@@ -51,7 +51,7 @@ class Viewer:
         """Raises ArealError if the model's tokenizer cannot be loaded."""
         self._journal, self._config, self._given = journal, config, tasks
         is_tasks_own = config.model.source == RANDOM and config.model.tokenizer == "auto"
-        self._tokenizer: Tokenizer = open_source(config, self._tasks if is_tasks_own else {}).model.tokenizer
+        self._tokenizer: Tokenizer = open_tokenizer(config, self._tasks if is_tasks_own else {})
         self._template = lru_cache(self._template)  # a task that cannot be loaded is tried once
 
     @cached_property

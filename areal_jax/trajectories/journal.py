@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -55,6 +57,22 @@ def with_rewards(members: Sequence[Trajectory], scored: RewardScored) -> tuple[T
         )
         for one in members
     )
+
+
+@contextmanager
+def reading_all() -> Iterator[None]:
+    """In the block, the garbage collector seldom looks for cycles, and not among objects made before.
+
+    With its usual settings it takes half of the time of reading a long journal, of which rows make no cycles.
+    """
+    usual = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
 
 
 def pack(value: Any) -> bytes:

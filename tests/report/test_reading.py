@@ -101,7 +101,7 @@ def test_ages_lengths_and_rewards_are_of_what_was_trained(journal: SqliteQueue):
     assert found.token_ages == {2: 3, 1: 4}
     assert found.head_ages == {2: 2, 1: 2}
     assert sorted(found.lengths) == [1, 1, 2, 3]
-    assert found.trained == [
+    assert [Trained(*values) for values in found.trained.tolist()] == [
         Trained(0, 0.25, 2, 3), Trained(0, 1.0, 2, 1), Trained(1, 0.0, 1, 2), Trained(1, 0.5, 1, 1),
     ]  # fmt: skip
     assert list(found.late) == [
