@@ -109,8 +109,10 @@ def test_rooms_of_reward_workers_and_inspectors_load_no_jax(room: str):
     assert not modules_after("import " + ", ".join(names)) & {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
-def test_the_simulator_and_the_core_of_every_driver_load_no_jax():
-    code = "import areal_jax.lab.simulation.simtest, areal_jax.lab.simulation.world, areal_jax.runtime.core"
+def test_the_simulator_the_core_of_every_driver_and_readers_of_folders_load_no_jax():
+    names = ("lab.simulation.simtest", "lab.simulation.world", "runtime.core")
+    names += ("replay.folder_audit", "report.reading")
+    code = "\n".join(f"import areal_jax.{name}" for name in names)
     assert not modules_after(code) & {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from areal_jax.assembly.sources import RUN_CONFIG, Source, explained, open_source, run_params, run_source
+from areal_jax.assembly.sources import Source, open_source, run_params, run_source
+from areal_jax.assembly.tokenizer_source import RUN_CONFIG, explained
 from areal_jax.config.loading import make_config
 from areal_jax.config.tree import Config
 from areal_jax.models.lora import base_of

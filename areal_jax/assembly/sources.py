@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,21 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax.assembly.committed import committed_params
-from areal_jax.config.loading import load_config
+from areal_jax.assembly.tokenizer_source import (
+    RANDOM,
+    RUN_CONFIG,
+    explained,
+    model_folder,
+    own_tokenizer,
+    run_model,
+)
 from areal_jax.config.sections import ModelSettings, WeightsConfig
 from areal_jax.config.tree import Config
 from areal_jax.models.config import Lora, ModelConfig, model_config
 from areal_jax.models.model import Model, Params
-from areal_jax.plugin import needing
-from areal_jax.tasks.source import WeightedTask, load_tasks
-from areal_jax.tasks.tokenizers import ByteTokenizer, Tokenizer
+from areal_jax.tasks.source import WeightedTask
+from areal_jax.tasks.tokenizers import Tokenizer
 from areal_jax.types import ArealError
-
-RANDOM, SMOLLM2 = "random", "smollm2"
-
-PACKAGES = ("gguf", "jinja2", "tokenizers", "transformers")
-
-RUN_CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def open_source(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
     if (Path(name) / RUN_CONFIG).exists():
         return _of_run(config, Path(name))
     with explained(f"model.source={name}"):
-        return _pretrained(config, tasks, _model_folder(name))
+        return _pretrained(config, tasks, model_folder(name))
 
 
 def open_teacher(config: Config, tasks: Mapping[str, WeightedTask], student: Model) -> Source:
@@ -110,16 +109,8 @@ def _other_ids(student: Tokenizer, teacher: Tokenizer) -> str | None:
     return None
 
 
-def explained(what: str) -> AbstractContextManager[None]:
-    """Returns a context manager: in its block, a missing package of the extra [pretrained] raises ArealError.
-
-    The message says that `what` (a setting or command) needs the package, and how to install it.
-    """
-    return needing(what, "pretrained", PACKAGES)
-
-
 def _random(config: Config, tasks: Mapping[str, WeightedTask]) -> Source:
-    m, tokenizer = config.model, _own_tokenizer(config, tasks)
+    m, tokenizer = config.model, own_tokenizer(config, tasks)
     sizes = model_config(m.shape, tokenizer.vocab_size, m.dtype, **m.overrides)
     model = Model(_held(sizes, config), tokenizer)
     return Source(model, lambda shardings: jax.device_put(model.base.init(config.run.seed), shardings))
@@ -137,44 +128,6 @@ def _held(sizes: ModelConfig, config: Config) -> ModelConfig:
         numerics=config.trainer.numerics,
         params_dtype=config.wire_dtype,
         rounds_activations=config.activations == "bfloat16",
-    )
-
-
-def _own_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokenizer:
-    """Returns the tokenizer that the tasks define, or a byte tokenizer if no task defines one.
-
-    With model.tokenizer=byte, the result is always a byte tokenizer. Raises ArealError if the tasks define
-    tokenizers of different types.
-    """
-    if config.model.tokenizer == "byte":
-        return ByteTokenizer()
-    own = {name: weighted.task.tokenizer for name, weighted in tasks.items()}
-    kinds = {type(tokenizer) for tokenizer in own.values()}
-    if len(kinds) > 1:
-        named = ", ".join(f"{name}: {type(t).__name__ if t else 'none'}" for name, t in own.items())
-        raise ArealError(
-            f"the tasks define different tokenizers ({named}); set model.tokenizer=byte to use bytes for all"
-        )
-    return next(iter(own.values()), None) or ByteTokenizer()
-
-
-def _model_folder(name: str) -> Path:
-    """Returns the Hugging Face folder of the model `name`: smollm2, a GGUF file, or a Hugging Face folder.
-
-    A GGUF file is first converted. Raises ArealError if no file or folder `name` exists.
-    """
-    from areal_jax.models.io.gguf import cached_folder, smollm2_gguf
-
-    path = Path(name)
-    if name == SMOLLM2:
-        return cached_folder(smollm2_gguf())
-    if path.is_file():
-        return cached_folder(path)
-    if path.is_dir():
-        return path
-    raise ArealError(
-        f"model.source={name}: no such file or folder; give {RANDOM}, {SMOLLM2}, a folder with "
-        f"{MODEL_CONFIG} and safetensors, a GGUF file, or a run's folder"
     )
 
 
@@ -227,16 +180,9 @@ def run_source(
 
     `special_text`: value of model.special_text; None: the run's own.
     """
-    theirs = load_config(folder / RUN_CONFIG)
-    special_text = special_text or theirs.model.special_text
-    theirs = theirs.with_values("model", dtype=dtype, special_text=special_text)
+    theirs, tasks = run_model(folder, special_text)
+    theirs = theirs.with_values("model", dtype=dtype)
     plain = theirs.model_copy(update={"weights": WeightsConfig()})  # this run does not publish them again
-    # Their tasks may be anybody's code, and decide nothing of another model than a random one's vocabulary.
-    is_theirs = theirs.model.source == RANDOM and theirs.model.tokenizer != "byte"
-    try:
-        tasks = load_tasks(theirs.tasks) if is_theirs else {}
-    except ArealError as error:
-        raise ArealError(f"{folder / RUN_CONFIG}: {error}") from None
     return theirs, open_source(plain, tasks)
 
 

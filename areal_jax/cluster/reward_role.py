@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from typing import Any
 
+from areal_jax.assembly.tokenizer_source import open_tokenizer
 from areal_jax.cluster.member import ControllerLink
 from areal_jax.cluster.messages import Begin, Envelope
 from areal_jax.config.tree import Config
@@ -84,12 +85,10 @@ class ConductedWorkflows:
         prompts: PromptStream,
         link: ControllerLink,
     ) -> None:
-        from areal_jax.assembly.sources import open_source  # imports jax, which other reward processes lack
-
         self._tasks, self._prompts, self._link = tasks, prompts, link
         self._talks: dict[SampleId, Conversation] = {}
         workflows = workflows_of(config.episode.agent, tasks)
-        tokenizer = open_source(config, tasks).model.tokenizer
+        tokenizer = open_tokenizer(config, tasks)
         self._runner = make_runner(
             config, workflows, tokenizer, self._emit, link.fail, link.note, make_gateway=make_gateway
         )

@@ -17,7 +17,8 @@ from areal_jax.assembly.committed import committed_params
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.run_folder import JOURNAL, run_config
-from areal_jax.assembly.sources import RANDOM, open_source
+from areal_jax.assembly.sources import open_source
+from areal_jax.assembly.tokenizer_source import RANDOM
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.episodes.workflow_runner import Gateway

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from areal_jax.assembly.committed import checkpoint_params
 from areal_jax.assembly.parts import Inputs
 from areal_jax.assembly.run_folder import CHECKPOINTS, EXPORTS
-from areal_jax.assembly.sources import explained
+from areal_jax.assembly.tokenizer_source import explained
 from areal_jax.episodes.workflow_runner import Gateway
 from areal_jax.evaluation.evaluator import Evaluator, as_served
 from areal_jax.evaluation.run import EvalSettings

@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from areal_jax.algorithms.shapes import AXES, map_batch
 from areal_jax.assembly.devices import Devices, overwrites_serving, place
 from areal_jax.assembly.parts import make_learner, training_engine, with_layout
-from areal_jax.assembly.sources import RANDOM, Source, open_source, open_teacher
+from areal_jax.assembly.sources import Source, open_source, open_teacher
+from areal_jax.assembly.tokenizer_source import RANDOM
 from areal_jax.config.tree import Config
 from areal_jax.models.attention import BLOCK, KV_BLOCK
 from areal_jax.models.config import SHAPES

@@ -29,7 +29,8 @@ from areal_jax.assembly.devices import (
 )
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.parts import Parts, assemble, make_learner, open_inputs, with_steps
-from areal_jax.assembly.sources import RANDOM, open_source
+from areal_jax.assembly.sources import open_source
+from areal_jax.assembly.tokenizer_source import RANDOM
 from areal_jax.config.loading import load_config, make_config, resolved
 from areal_jax.config.sections import MeshConfig
 from areal_jax.config.tree import Config

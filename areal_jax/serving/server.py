@@ -18,7 +18,8 @@ from areal_jax.assembly.device_memory_remedies import HOST, explained
 from areal_jax.assembly.devices import host_mesh, use_compilation_cache
 from areal_jax.assembly.gpus import use_gpu_environment
 from areal_jax.assembly.parts import make_engine
-from areal_jax.assembly.sources import MODEL_CONFIG, open_source
+from areal_jax.assembly.sources import open_source
+from areal_jax.assembly.tokenizer_source import MODEL_CONFIG
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.evaluation.command import DEFAULTS, model_section

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from areal_jax.assembly.sources import explained
+from areal_jax.assembly.tokenizer_source import explained
 from areal_jax.generation.engine import Engine
 from areal_jax.models.attention import PackedAttention
 from areal_jax.models.io import gguf as gguf_module
