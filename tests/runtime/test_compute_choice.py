@@ -20,6 +20,7 @@ from areal_jax.runtime import compute_choice, trainer_loop
 from areal_jax.runtime.compute_choice import plan_groups, plan_new
 from areal_jax.runtime.recovery import train_again
 from areal_jax.runtime.trainer_loop import held_batch, train_batch
+from areal_jax.trajectories.journal import Entry
 from areal_jax.trajectories.leaf_ranges import LeafCosts
 from areal_jax.trajectories.plan import BatchPlan
 from areal_jax.trajectories.sqlite import JournalError, SqliteQueue
@@ -138,17 +139,16 @@ def test_the_trainer_cuts_by_the_plans_costs_and_reports_the_choice_and_its_own_
 # --- trained again ------------------------------------------------------------------------------------------
 
 
-def test_recovery_computes_a_batch_as_it_was_computed():
+def test_recovery_computes_a_batch_as_it_was_computed(tmp_path, monkeypatch):
     """Steps 0 and 1 as their rows say; step 2's row is of an older program, so the config decides."""
     c = load_config(*WORDS, "trainer.compute=tree", "algorithm.group_size=8")
     groups = turns(1)
     of_rows = [{"compute": "packed"}, {"compute": "tree", "tree_costs": [3.0, 1.0, 0.5]}, {}]
-    rows = [
-        SimpleNamespace(event=BatchTrained(step, (0,), "digest", metrics), actions=[Train(step, (0,), (0,))])
+    entries = [
+        Entry(BatchTrained(step, (0,), "digest", metrics), [Train(step, (0,), (0,))])
         for step, metrics in enumerate(of_rows)
     ]
-    own: Any = dict(rows=lambda: rows, group=lambda *_: groups[0].trajectories, is_of_processes=False)
-    journal: Any = SimpleNamespace(**own)
+    monkeypatch.setattr(SqliteQueue, "group", lambda *_: groups[0].trajectories)
     parts: Any = SimpleNamespace(
         config=c,
         prompts=SimpleNamespace(prompt=lambda ordinal: Prompt("?")),
@@ -161,7 +161,9 @@ def test_recovery_computes_a_batch_as_it_was_computed():
         return SimpleNamespace(digest="digest"), {}
 
     trainer: Any = SimpleNamespace(state=SimpleNamespace(version=0), train_again=train, machine="here")
-    assert train_again(parts, trainer, journal, 3, print) == []
+    with SqliteQueue.create(tmp_path / "journal.sqlite", {}) as journal:
+        journal.append(entries)
+        assert train_again(parts, trainer, journal, 3, print) == []
     assert [plan.layout for plan in plans] == ["shared", "apart", "apart"]
     assert [plan.choice for plan in plans] == [*of_rows[:2], {"compute": "tree"}]
 
