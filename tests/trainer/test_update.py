@@ -21,7 +21,7 @@ from areal_jax.trainer.state import TrainState
 from areal_jax.trajectories.packing import pack
 from areal_jax.types import Batch
 from areal_jax.weights.digest import digest
-from areal_jax.weights.store import StagedError
+from areal_jax.weights.errors import StagedError
 from tests.models import reference
 from tests.trainer.conftest import (
     LENGTH,
