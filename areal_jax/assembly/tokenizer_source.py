@@ -26,14 +26,14 @@ def open_tokenizer(config: Config, tasks: Mapping[str, WeightedTask]) -> Tokeniz
 
     Raises ArealError if there is no such model.
     """
-    from areal_jax.tasks.hf_tokenizer import HFTokenizer
-
     m = config.model
     if m.source == RANDOM:
         return own_tokenizer(config, tasks)
     if (Path(m.source) / RUN_CONFIG).exists():
         return open_tokenizer(*run_model(Path(m.source), m.special_text))
     with explained(f"model.source={m.source}"):
+        from areal_jax.tasks.hf_tokenizer import HFTokenizer
+
         return cast(Tokenizer, HFTokenizer.from_folder(model_folder(m.source), m.special_text))
 
 

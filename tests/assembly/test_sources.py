@@ -13,6 +13,7 @@ import pytest
 from areal_jax.assembly.api import load_model
 from areal_jax.assembly.conversion import convert
 from areal_jax.assembly.sources import _other_ids, open_source, open_teacher
+from areal_jax.assembly.tokenizer_source import open_tokenizer
 from areal_jax.config.loading import load_config
 from areal_jax.config.tree import Config
 from areal_jax.jobs.local import run
@@ -97,6 +98,17 @@ def test_a_package_that_is_missing_is_named_with_its_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # Python's way of saying that it is not there
     with pytest.raises(ArealError, match=r"needs the package tokenizers: pip install '\.\[pretrained\]'"):
         opened(configured(folder))
+    with pytest.raises(ArealError, match=r"needs the package tokenizers: pip install '\.\[pretrained\]'"):
+        open_tokenizer(configured(folder), {})
+    assert isinstance(
+        open_tokenizer(load_config("run.name=random"), {}), ByteTokenizer
+    )  # it needs no package
+
+
+def test_readers_and_the_model_have_one_tokenizer(folder):
+    tokens = HFTokenizer.from_folder(folder).encode("a b")
+    assert open_tokenizer(configured(folder), {}).encode("a b") == tokens
+    assert opened(configured(folder)).model.tokenizer.encode("a b") == tokens
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
