@@ -106,7 +106,7 @@ class KeptMachines(DrawnMachines):
 
 
 class KeptRun(World):
-    """A simulation whose driver writes the folder of a real run."""
+    """A simulation that writes the folder of a real run."""
 
     def __init__(self, config: Config, schedule: Schedule, files: ExitStack) -> None:
         """`files` closes the run's open files."""

@@ -43,8 +43,8 @@ class RunContext:
     metrics: MetricsWriter
     timeline: Timeline
     trained: Sequence[tuple[PolicyVersion, tuple[int, ...]]]
-    """(version, ordinals) of each batch that was trained before this process started and whose trajectories
-    are stored, in order."""
+    """(version, ordinals) of each batch that was trained before this process started, in order; without those
+    of which no trajectory is stored."""
     wall_s: float
     """Seconds that the run took before this process started, up to its newest batch."""
     uncounted: Sequence[Row]

@@ -76,8 +76,8 @@ try:
 finally:
     status.write_bytes(Path("/proc/self/status").read_bytes())
 """
-"""Runs the command line, then writes what Linux says of the process. (The parent would be told of a memory
-that includes its own at the fork.)"""
+"""Runs the command line, then writes what Linux says of the process: its parent would see a memory that
+includes the parent's own at the fork."""
 
 
 @contextmanager
