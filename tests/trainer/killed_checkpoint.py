@@ -32,7 +32,7 @@ def small_state(version: int) -> TrainState:
 
 
 def killed_at_call(number: int, of: Callable[..., Any]) -> Callable[..., Any]:
-    """The function `of`, whose call of this number kills the process instead."""
+    """The function `of`; its call of this number kills the process instead."""
     calls: list[Any] = []
 
     def watched(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Products of a mixture's experts by the library tokamax, whose kernels are written for each kind of GPU.
+"""Products of a mixture's experts by the library tokamax, which has kernels for each kind of GPU.
 
 The extra `tokamax` installs it. This module imports it: `models.kernels.expert_products` imports the module
 when a kernel is called. Shapes: M rows, sorted by expert, E experts, I inputs and O outputs of a matrix.
